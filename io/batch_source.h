@@ -1,0 +1,52 @@
+// batch_source.h -- sequence n of a run as a function of (seed, n): every layout and every accumulation sees the same data.
+//
+// The token stream is all documents of all files in order. With packing, window w is tokens [w S, w S + S) of the stream, cut at
+// document ends only by `documents`; the stream's tail shorter than S is the last window, so no token is lost. Without packing a
+// window is at most S tokens of one document. Epoch e visits the windows in an order that is a permutation keyed by (seed, e);
+// shuffle false keeps the stream's order. Sequence n is window order(n mod W) of epoch n / W.
+// labels[t] is the token after t where that lies in the same document (also past the window's end), else -100; a token file's own
+// labels replace the ids. There is no padding.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace moetrain::io {
+
+enum class DataFormat : std::uint8_t { bytes, tokens };
+
+struct DataOptions {
+  std::vector<std::string> paths;  // files or folders; folders in the order of their names, symbolic links skipped
+  DataFormat format = DataFormat::bytes;
+  std::int64_t sequence_length = 0;
+  bool packing = true;
+  bool shuffle = true;
+  std::uint64_t seed = 0;
+  std::int64_t vocab_size = 0;     // ids outside are an error that names file and position
+};
+
+struct Batch {
+  std::vector<std::int32_t> tokens;      // (T)
+  std::vector<std::int32_t> labels;      // (T), -100: ignored
+  std::vector<std::int64_t> sequences;   // (B+1) offsets of the sequences
+  std::vector<std::int64_t> documents;   // (N+1) offsets of the documents; holds all of `sequences`
+  std::int64_t label_count() const;
+};
+
+class BatchSource {
+ public:
+  explicit BatchSource(const DataOptions& options);  // opens and checks the files
+  ~BatchSource();
+  std::int64_t tokens() const;         // of the stream
+  std::int64_t windows() const;        // W, sequences of an epoch
+  Batch read(std::int64_t first, std::int64_t count) const;  // sequences first .. first + count - 1 of the run
+  // H(next byte | byte) of the stream in nats, from its own counts: what a model without memory can reach at best.
+  double order1_entropy() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace moetrain::io

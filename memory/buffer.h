@@ -1,0 +1,81 @@
+// buffer.h -- bytes of one device: an account of who holds how many, and buffers that give theirs back when they die.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "memory/device.h"
+#include "memory/tensor.h"
+
+namespace moetrain {
+
+// What memory is held for; the names `moetrain plan --json` prints.
+enum class Category : std::uint8_t { weights, gradients, optimizer, activations, cache, loss, communication, workspace };
+inline constexpr int kCategories = 8;
+const char* name_of(Category c);
+
+// The bytes taken from one device, by category, now and at the peak of their sum. One per rank; outlives its buffers.
+class Memory {
+ public:
+  explicit Memory(Device device) : device_(device) {}
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  Device device() const { return device_; }
+  void add(Category c, std::int64_t bytes);  // negative: given back
+  std::int64_t now(Category c) const { return now_[std::size_t(c)]; }
+  std::int64_t total() const { return total_; }
+  std::int64_t peak() const { return peak_; }
+  std::array<std::int64_t, kCategories> at_peak() const { return at_peak_; }          // the split at the peak of the sum
+  std::array<std::int64_t, kCategories> peaks() const { return peaks_; }              // each category's own peak
+
+ private:
+  Device device_;
+  std::array<std::int64_t, kCategories> now_{}, at_peak_{}, peaks_{};
+  std::int64_t total_ = 0, peak_ = 0;
+};
+
+// Sole owner of bytes on a Memory's device, aligned to 256. Uninitialised; on Device::dry only counted.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(Memory& memory, Category category, std::int64_t bytes);
+  Buffer(Buffer&& o) noexcept : memory_(std::exchange(o.memory_, nullptr)), data_(std::exchange(o.data_, nullptr)), bytes_(o.bytes_), category_(o.category_) {}
+  Buffer& operator=(Buffer&& o) noexcept;
+  ~Buffer();
+  void* data() const { return data_; }
+  std::int64_t bytes() const { return memory_ ? bytes_ : 0; }
+
+ private:
+  Memory* memory_ = nullptr;
+  void* data_ = nullptr;
+  std::int64_t bytes_ = 0;
+  Category category_ = Category::workspace;
+};
+
+// A buffer that holds one tensor.
+class OwnedTensor {
+ public:
+  OwnedTensor() = default;
+  OwnedTensor(Memory& memory, Category category, DType dtype, Shape shape)
+      : buffer_(memory, category, shape.count() * size_of(dtype)), view_(buffer_.data(), dtype, shape) {}
+  OwnedTensor(OwnedTensor&& o) noexcept : buffer_(std::move(o.buffer_)), view_(std::exchange(o.view_, {})) {}
+  OwnedTensor& operator=(OwnedTensor&& o) noexcept {
+    buffer_ = std::move(o.buffer_);
+    view_ = std::exchange(o.view_, {});
+    return *this;
+  }
+  Tensor view() const { return view_; }
+  bool present() const { return view_.present(); }
+
+ private:
+  Buffer buffer_;
+  Tensor view_;
+};
+
+// Between host and a device, or within one; finished when they return. Nothing happens on Device::dry.
+void copy_to_device(Device device, void* to, const void* from_host, std::int64_t bytes);
+void copy_to_host(Device device, void* to_host, const void* from, std::int64_t bytes);
+void fill(Device device, void* data, int byte, std::int64_t bytes);  // every byte the same
+
+}  // namespace moetrain

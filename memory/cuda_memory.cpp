@@ -1,0 +1,52 @@
+// cuda_memory.cpp -- device memory by the CUDA runtime, every status checked.
+#include "memory/cuda_memory.h"
+
+#include <spdlog/spdlog.h>
+
+#include <string>
+
+#include "memory/check.h"
+#include "memory/cuda_check.h"
+
+namespace moetrain {
+
+void cuda_ok(cudaError_t status, std::source_location where) {
+  if (status == cudaSuccess) [[likely]]
+    return;
+  cudaGetLastError();  // clears the sticky error, so that the next check reports its own cause
+  throw Error(std::string(where.file_name()) + ":" + std::to_string(where.line()) + ": CUDA: " + cudaGetErrorString(status));
+}
+
+namespace cuda {
+
+void* allocate(std::int64_t bytes) {
+  void* data = nullptr;
+  if (const auto status = cudaMalloc(&data, std::size_t(bytes)); status == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    std::size_t free = 0, total = 0;
+    cuda_ok(cudaMemGetInfo(&free, &total));
+    throw Error("out of device memory: " + std::to_string(bytes) + " bytes asked, " + std::to_string(free) + " of " + std::to_string(total) + " free");
+  } else {
+    cuda_ok(status);
+  }
+  return data;
+}
+
+void release(void* data) noexcept {
+  if (const auto status = cudaFree(data); status != cudaSuccess && status != cudaErrorCudartUnloading)
+    spdlog::warn("cudaFree: {}", cudaGetErrorString(status));
+}
+
+void copy_in(void* to, const void* from_host, std::int64_t bytes) { cuda_ok(cudaMemcpy(to, from_host, std::size_t(bytes), cudaMemcpyHostToDevice)); }
+void copy_out(void* to_host, const void* from, std::int64_t bytes) { cuda_ok(cudaMemcpy(to_host, from, std::size_t(bytes), cudaMemcpyDeviceToHost)); }
+void fill(void* data, int byte, std::int64_t bytes) { cuda_ok(cudaMemset(data, byte, std::size_t(bytes))); }
+
+int devices() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+  cudaGetLastError();
+  return 0;
+}
+
+}  // namespace cuda
+}  // namespace moetrain

@@ -1,0 +1,54 @@
+// mesh.h -- the axes of a job: rank <-> coordinates by plain arithmetic, and the groups of ranks along them.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "parallel/communicator.h"
+
+namespace moetrain::parallel {
+
+// rank = ((dp * EP + ep) * SP + sp) * TP + tp
+struct MeshShape {
+  int data = 1, expert = 1, sequence = 1, tensor = 1;
+  int ranks() const { return data * expert * sequence * tensor; }
+};
+struct Coordinates {
+  int data = 0, expert = 0, sequence = 0, tensor = 0;
+  bool operator==(const Coordinates&) const = default;
+};
+Coordinates coordinates_of(const MeshShape& shape, int rank);
+int rank_of(const MeshShape& shape, const Coordinates& c);
+
+// Along each axis data and control travel apart: stop flags and hashes never wait behind weights.
+struct Axis {
+  std::unique_ptr<Communicator> data;
+  std::unique_ptr<Communicator> control;  // host memory, small messages
+};
+
+// The groups that this rank is in.
+//   world         all ranks
+//   dense         ranks that share dense parameters, cut over dp x ep x sp (equal tp)
+//   expert        ranks that hold the experts of one whole set between them (equal dp, sp, tp)
+//   expert_data   ranks that hold the same experts (equal ep): shard and sum those
+class Mesh {
+ public:
+  // `world` must have shape.ranks() ranks; collective.
+  Mesh(MeshShape shape, std::unique_ptr<Communicator> world);
+  const MeshShape& shape() const { return shape_; }
+  const Coordinates& here() const { return here_; }
+  int rank() const { return world_.data->rank(); }
+  int data_coordinates() const { return shape_.data * shape_.expert; }        // C of house decision 4
+  int data_coordinate() const { return here_.data * shape_.expert + here_.expert; }
+  Axis& world() { return world_; }
+  Axis& dense() { return dense_; }
+  Axis& expert() { return expert_; }
+  Axis& expert_data() { return expert_data_; }
+  Traffic traffic() const;  // of all groups together
+
+ private:
+  MeshShape shape_;
+  Coordinates here_;
+  Axis world_, dense_, expert_, expert_data_;
+};
+
+}  // namespace moetrain::parallel

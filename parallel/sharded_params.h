@@ -1,0 +1,74 @@
+// sharded_params.h -- weights and gradients of a model, sharded over ranks: gather / use / release around a unit, then reduce.
+//
+//   sharding    a rank stores between steps        gradients                          after the update
+//   none        all weights                        all, summed by all-reduce          nothing to do: every rank updates all rows
+//   optimizer   all weights                        all; summed into shards at the end owners' rows are gathered by publish()
+//   gradients   all weights                        shards, reduced each micro-batch   owners' rows are gathered by publish()
+//   full        its shard of the weights           shards, reduced each micro-batch   nothing to do: gathered at the next use
+//
+// Gradients are sums over ranks (the loss is scaled by the global count of labels beforehand); all ops add into them, and they
+// are zeroed by begin_step. A parameter that is not trainable has no gradient anywhere.
+// Rows r of a parameter lie on dim 0, cut by parallel/shard.h over the unit's group.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "memory/buffer.h"
+#include "parallel/communicator.h"
+#include "parallel/shard.h"
+
+namespace moetrain::parallel {
+
+enum class Sharding : std::uint8_t { none, optimizer, gradients, full };
+
+struct ShardedTensor {
+  std::string name;
+  Shape shape;       // the part that this rank's group holds between its ranks (experts: those of this ep coordinate)
+  DType dtype;       // of the weight; its gradient is real_of(dtype)
+  bool trainable = true;
+};
+
+// Tensors that are gathered and reduced together: of one block, one rank group.
+struct Unit {
+  std::string name;
+  std::vector<int> tensors;  // indices into the list of tensors; a tensor is in exactly one unit
+  Communicator* group;
+  Sharding sharding;
+};
+
+class ShardedParams {
+ public:
+  // Takes the memory that lives across steps (Category::weights, gradients). Weights are uninitialised.
+  ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors, std::vector<Unit> units, bool reshard_after_use);
+
+  // --- one step, in this order
+  void begin_step();                 // gradients to zero
+  void gather(int unit);             // collective; afterwards weight() and gradient() of its tensors may be used. May nest: each
+                                     // gather has its release
+  void release(int unit);            // with reshard_after_use the gathered weights go, else they stay until end_step
+  void reduce(int unit);             // collective; once a micro-batch, after the last op that adds to the unit's gradients and
+                                     // before its release in backward
+  void finish_gradients();           // collective; after the last micro-batch: shard_gradient() is complete everywhere
+  void publish();                    // collective; after the update: every stored row is the owner's new one. Also ends the life
+                                     // of weights kept by reshard_after_use = false
+
+  ConstTensor weight(int tensor) const;   // whole, between gather and release
+  Tensor gradient(int tensor) const;      // whole, real; absent when frozen
+  bool holds(int tensor) const;           // gathered now
+
+  // --- what this rank stores and updates
+  Rows update_rows(int tensor) const;     // rows this rank's optimizer updates: its shard, or all with Sharding::none
+  Rows shard(int tensor) const;           // its shard, also with Sharding::none: every row is in exactly one rank's shard, so norms
+                                          // and checkpoints count each once
+  Tensor stored(int tensor, Rows rows) const;           // stored weights of rows inside update_rows
+  Tensor stored_gradient(int tensor, Rows rows) const;  // complete after finish_gradients, rows inside update_rows
+  const std::vector<ShardedTensor>& tensors() const { return tensors_; }
+  const std::vector<Unit>& units() const { return units_; }
+  int unit_of(int tensor) const;
+
+ private:
+  std::vector<ShardedTensor> tensors_;
+  std::vector<Unit> units_;
+};
+
+}  // namespace moetrain::parallel
