@@ -37,6 +37,8 @@ constexpr const char* name_of(DType t) {
   return "none";
 }
 
+constexpr bool is_floating(DType t) { return t == DType::f32 || t == DType::f64 || t == DType::bf16; }
+
 // The type in which values of t are summed, kept as statistics and given gradients: f64 for f64, else f32.
 constexpr DType real_of(DType t) { return t == DType::f64 ? DType::f64 : DType::f32; }
 
