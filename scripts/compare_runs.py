@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+"""Are two runs the same? Compares what has to be bit-equal: step, tokens, loss, balance_loss, indexer_loss, grad_norm, lr, label_tokens
+and every column of expert counts, row by row.
+
+compare_runs.py A B [--relative 1e-9] [--absolute 0]
+
+A and B are run folders, or metrics.csv files (then the tokens an expert got, which stand in expert_tokens.csv beside, are not compared;
+nor are they under a tolerance). Exit 0: equal; 1: the first difference is printed; 2: something cannot be read.
+"""
+import argparse
+import csv
+import pathlib
+import struct
+import sys
+
+COLUMNS = ["step", "tokens", "loss", "balance_loss", "indexer_loss", "grad_norm", "lr", "label_tokens"]
+COUNTS = {"step", "tokens", "label_tokens"}  # never judged by a tolerance
+
+
+class Unreadable(Exception):
+    pass
+
+
+def metrics_of(path):
+    path = pathlib.Path(path)
+    path = path / "metrics.csv" if path.is_dir() else path
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.reader(file))
+    except OSError as error:
+        raise Unreadable(f"{path}: {error.strerror}") from error
+    if not rows or "step" not in rows[0]:
+        raise Unreadable(f"{path}: no header with a column step")
+    for number, row in enumerate(rows[1:], start=2):
+        if len(row) != len(rows[0]):
+            raise Unreadable(f"{path}:{number}: {len(row)} fields, the header has {len(rows[0])}")
+    return path, rows[0], [dict(zip(rows[0], row)) for row in rows[1:]]
+
+
+def number(text, where):
+    try:
+        return float(text)
+    except ValueError as error:
+        raise Unreadable(f"{where}: '{text}' is no number") from error
+
+
+def same(column, a, b, relative, absolute, where):
+    if a == b:
+        return True
+    if not a or not b:  # empty means "does not apply": equal to nothing but itself
+        return False
+    if column in COUNTS:
+        return number(a, where) == number(b, where) and a.isdigit() == b.isdigit()
+    x, y = number(a, where), number(b, where)
+    if struct.pack("<d", x) == struct.pack("<d", y):
+        return True
+    if relative is None and absolute is None:
+        return False
+    return abs(x - y) <= (relative or 0.0) * max(abs(x), abs(y)) + (absolute or 0.0)  # false for NaN
+
+
+def first_difference(a, b, relative=None, absolute=None):
+    """The first difference as text, or None; and how many rows were compared."""
+    path_a, header_a, rows_a = metrics_of(a)
+    path_b, header_b, rows_b = metrics_of(b)
+    columns = COLUMNS + sorted(c for c in set(header_a) | set(header_b) if c.startswith("expert_") or c == "dropped_tokens")
+    for column in columns:
+        if (column in header_a) != (column in header_b):
+            return f"column {column} is only in {path_a if column in header_a else path_b}", 0
+    columns = [c for c in columns if c in header_a]
+    for at, (row_a, row_b) in enumerate(zip(rows_a, rows_b)):
+        for column in columns:
+            if not same(column, row_a[column], row_b[column], relative, absolute, f"row {at + 1}, {column}"):
+                return f"step {row_a['step']}, {column}: {row_a[column] or 'empty'} and {row_b[column] or 'empty'}", at
+    if len(rows_a) != len(rows_b):
+        return f"{path_a} has {len(rows_a)} rows, {path_b} has {len(rows_b)}", min(len(rows_a), len(rows_b))
+    if not rows_a:
+        raise Unreadable(f"{path_a} and {path_b} have no rows: nothing was compared")
+    return None, len(rows_a)
+
+
+def counts_of(run, steps):
+    """Lines of expert_tokens.csv (step, then tokens an expert) of these steps; None where the run keeps no such file."""
+    path = pathlib.Path(run) / "expert_tokens.csv"
+    if not path.is_file():
+        return None
+    lines = (line.split(",") for line in path.read_text(encoding="utf-8").splitlines())
+    return {line[0]: line[1:] for line in lines if line[0] in steps}
+
+
+def count_difference(a, b):
+    """The first difference between the tokens each expert got, as text, or None; and why nothing was compared, if so."""
+    steps = {row["step"] for row in metrics_of(a)[2]}
+    first, second = counts_of(a, steps), counts_of(b, steps)
+    if first is None and second is None:
+        return None, "no expert_tokens.csv"
+    if first is None or second is None:
+        return f"expert_tokens.csv is only in {b if first is None else a}", ""
+    for step in sorted(steps, key=float):
+        x, y = first.get(step), second.get(step)
+        if x == y:
+            continue
+        if x is None or y is None or len(x) != len(y):
+            return f"step {step}, tokens an expert: {len(x or [])} and {len(y or [])} counts", ""
+        at = next(i for i in range(len(x)) if x[i] != y[i])
+        return f"step {step}, count {at + 1} of expert_tokens.csv: {x[at]} and {y[at]} tokens", ""
+    return None, ""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("a")
+    parser.add_argument("b")
+    parser.add_argument("--relative", type=float, help="allowed |a - b| / max(|a|, |b|); not given: bit for bit")
+    parser.add_argument("--absolute", type=float, help="allowed |a - b| besides")
+    arguments = parser.parse_args()
+    try:
+        found, rows = first_difference(arguments.a, arguments.b, arguments.relative, arguments.absolute)
+        skipped = ""
+        if not found and arguments.relative is None and arguments.absolute is None:
+            found, skipped = count_difference(arguments.a, arguments.b)
+    except Unreadable as error:
+        print(error, file=sys.stderr)
+        return 2
+    if found:
+        print(f"differ: {found}")
+        return 1
+    kind = "bit-equal" if arguments.relative is None and arguments.absolute is None else "equal within the tolerance"
+    print(f"{kind}: {rows} rows" + (f" (tokens an expert not compared: {skipped})" if skipped else ""))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

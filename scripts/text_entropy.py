@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+"""How predictable is a byte text from the one byte before it? A loss below this shows that a model has learned more than pairs of bytes.
+
+text_entropy.py PATH... | --job JOB.yaml   [--metrics RUN/metrics.csv]
+
+Reads files and folders as `format: bytes` does: a file is a document, symbolic links and hidden or empty files are skipped, id 256 ends
+a document. Prints the entropies in nats a byte (the unit of the loss); with --metrics also the mean loss of the last ten steps and the
+newest held-out loss.
+"""
+import argparse
+import array
+import csv
+import math
+import pathlib
+import re
+import sys
+
+IDS = 257
+END = 256
+
+
+def documents(paths):
+    """The files that the program reads: named ones, and of a folder every regular one that is neither hidden nor a symbolic link."""
+    for path in map(pathlib.Path, paths):
+        if path.is_dir():
+            yield from documents(sorted(p for p in path.iterdir() if not p.is_symlink() and not p.name.startswith(".")))
+        elif path.is_file():
+            yield path
+        elif not path.exists():
+            raise SystemExit(f"text_entropy: {path}: no such file or folder")
+
+
+def pair_counts(paths):
+    """counts[a * IDS + b]: how often id b follows id a inside a document; and the number of documents."""
+    counts = array.array("q", bytes(8 * IDS * IDS))
+    files = 0
+    for path in documents(paths):
+        text = path.read_bytes()
+        if not text:
+            continue
+        files += 1
+        for a, b in zip(text, text[1:]):
+            counts[a * IDS + b] += 1
+        counts[text[-1] * IDS + END] += 1
+    return counts, files
+
+
+def entropies(counts):
+    """(order 0, order 1): of an id among those that follow another, alone and given the one before it; and how many pairs there are."""
+    total = sum(counts)
+    if total == 0:
+        raise SystemExit("text_entropy: no text")
+
+    def bits_lost(part, whole):  # sum of -n log(n / whole)
+        return -sum(n * math.log(n / whole) for n in part if n)
+
+    order0 = bits_lost([sum(counts[b::IDS]) for b in range(IDS)], total) / total
+    rows = [counts[a * IDS : (a + 1) * IDS] for a in range(IDS)]
+    order1 = sum(bits_lost(row, sum(row)) for row in rows) / total
+    return order0, order1, total
+
+
+def train_paths(job):
+    """data.train of a job file: one path, a [list] on a line, or a list of lines."""
+    lines = [line.split(" #")[0].rstrip() for line in pathlib.Path(job).read_text(encoding="utf-8").splitlines()]
+    section, found = "", None
+    for line in lines:
+        top = re.match(r"(\w+):", line)
+        if top:
+            section = top.group(1)
+        train = re.match(r"\s+train:\s*(.*)$", line) if section == "data" else None
+        item = re.match(r"\s*-\s+(.+)$", line)
+        if train:
+            found = [p for p in re.split(r"[\[\],]\s*", train.group(1)) if p.strip()]
+        elif found is not None and item and section == "data":
+            found.append(item.group(1))
+        elif found is not None and line.strip() and not line.lstrip().startswith("#"):
+            break
+    if not found:
+        raise SystemExit(f"text_entropy: {job} names no data.train")
+    return [p.strip().strip("'\"") for p in found]
+
+
+def losses(metrics):
+    with open(metrics, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    if not rows:
+        raise SystemExit(f"text_entropy: {metrics} has no rows")
+    last = [float(row["loss"]) for row in rows[-10:]]
+    held_out = [(row["step"], float(row["eval_loss"])) for row in rows if row.get("eval_loss")]
+    return sum(last) / len(last), len(last), held_out[-1] if held_out else None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*")
+    parser.add_argument("--job")
+    parser.add_argument("--metrics")
+    arguments = parser.parse_args()
+    if bool(arguments.paths) == bool(arguments.job):
+        parser.error("name either paths or a job")
+    counts, files = pair_counts(arguments.paths or train_paths(arguments.job))
+    order0, order1, total = entropies(counts)
+    print(f"training text: {files} documents, {total} predictions")
+    print(f"order-0 entropy                  {order0:.4f} nats (how often each byte occurs)")
+    print(f"order-1 entropy                  {order1:.4f} nats (the best any model of byte pairs can reach)")
+    if arguments.metrics:
+        loss, steps, held_out = losses(arguments.metrics)
+        print(f"mean loss of the last {steps:2d} steps    {loss:.4f} nats ({'below' if loss < order1 else 'not below'} the order-1 entropy)")
+        if held_out:
+            print(f"held-out loss at step {held_out[0]:10s} {held_out[1]:.4f} nats")
+        else:
+            print("held-out loss                    none (no evaluation in this run)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
