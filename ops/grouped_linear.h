@@ -1,27 +1,81 @@
 // grouped_linear.h -- one matrix a group of rows: y[r] = x[r] W[group of r]^T (the experts).
+//
+// Group g is rows [offsets[g], offsets[g+1]); for each of its rows r
+//   y[r,o]     = sum_i x[r,i] w[g,o,i]
+//   dx[r,i]    = sum_o dy[r,o] w[g,o,i]             or dx += , with add_dx
+//   dw[g,o,i] += sum_r dy[r,o] x[r,i]               adds; a group without rows adds nothing
+//
+// Types, precision and repeatability as in ops/linear.h. Nothing may alias.
 #pragma once
-#include "ops/context.h"
 #include <span>
+
+#include "ops/context.h"
 
 namespace moetrain::ops {
 
+// Do the offsets cut R rows into `groups` runs?
+inline void check_group_offsets(std::span<const std::int64_t> offsets, std::int64_t groups, std::int64_t R) {
+  check(std::int64_t(offsets.size()) == groups + 1, "grouped_linear: offsets are not one more than the groups",
+        {{"offsets", std::int64_t(offsets.size())}, {"groups", groups}});
+  check(offsets.front() == 0 && offsets.back() == R, "grouped_linear: offsets do not cover the rows",
+        {{"first", offsets.front()}, {"last", offsets.back()}, {"R", R}});
+  for (std::size_t g = 0; g + 1 < offsets.size(); ++g)
+    check(offsets[g] <= offsets[g + 1], "grouped_linear: offsets do not ascend", {{"group", std::int64_t(g)}});
+}
+
 struct GroupedLinearForward {
-  ConstTensor x;  // (R, I), rows of group g are [offsets[g], offsets[g+1])
-  ConstTensor w;  // (e, O, I)
-  Tensor y;       // (R, O)
+  ConstTensor x;                          // (R, I), rows of group g are [offsets[g], offsets[g+1])
+  ConstTensor w;                          // (e, O, I)
+  Tensor y;                               // (R, O)
   std::span<const std::int64_t> offsets;  // (e+1) on the host; empty groups are normal
-  void check_shapes() const;
+  void check_shapes() const {
+    check(x.shape.rank() == 2 && w.shape.rank() == 3 && x.shape[1] == w.shape[2], "grouped_linear: x is not (R, I) of w (e, O, I)",
+          {{"I of x", x.shape[1]}, {"I of w", w.shape[2]}});
+    check(y.shape == Shape{x.shape[0], w.shape[1]}, "grouped_linear: y is not (R, O)",
+          {{"R", x.shape[0]}, {"O", w.shape[1]}, {"rows", y.shape[0]}, {"columns", y.shape[1]}});
+    const DType real = real_of(x.dtype);
+    check(is_floating(x.dtype) && is_floating(w.dtype) && is_floating(y.dtype) && real_of(w.dtype) == real &&
+              real_of(y.dtype) == real,
+          "grouped_linear: types are not floating, or mix f64 with others",
+          {{"x", std::int64_t(x.dtype)}, {"w", std::int64_t(w.dtype)}, {"y", std::int64_t(y.dtype)}});
+    check_group_offsets(offsets, w.shape[0], x.shape[0]);
+  }
 };
 
 struct GroupedLinearBackward {
-  ConstTensor dy;  // (R, O)
-  ConstTensor x;   // (R, I); absent when dw is
-  ConstTensor w;   // (e, O, I); absent when dx is
-  Tensor dx;       // (R, I); absent: not wanted
-  Tensor dw;       // (e, O, I) real; adds; absent: frozen
+  ConstTensor dy;                         // (R, O)
+  ConstTensor x;                          // (R, I); absent when dw is
+  ConstTensor w;                          // (e, O, I); absent when dx is
+  Tensor dx;                              // (R, I); absent: not wanted
+  Tensor dw;                              // (e, O, I) real; adds; absent: frozen
   std::span<const std::int64_t> offsets;  // (e+1)
-  bool add_dx = false;  // dx += instead of dx =
-  void check_shapes() const;
+  bool add_dx = false;                    // dx += instead of dx =
+  void check_shapes() const {
+    check(dy.shape.rank() == 2 && is_floating(dy.dtype), "grouped_linear: dy is not a floating (R, O)",
+          {{"rank", dy.shape.rank()}, {"dtype", std::int64_t(dy.dtype)}});
+    const std::int64_t R = dy.shape[0], O = dy.shape[1];
+    const DType real = real_of(dy.dtype);
+    if (dx.present()) {
+      check(w.shape.rank() == 3 && w.shape[1] == O, "grouped_linear: w is not (e, O, I) of dy (R, O)",
+            {{"O", O}, {"O of w", w.shape[1]}});
+      check(dx.shape == Shape{R, w.shape[2]}, "grouped_linear: dx is not (R, I)",
+            {{"R", R}, {"I", w.shape[2]}, {"rows", dx.shape[0]}, {"columns", dx.shape[1]}});
+      check(is_floating(w.dtype) && is_floating(dx.dtype) && real_of(w.dtype) == real && real_of(dx.dtype) == real,
+            "grouped_linear: types of w or dx are not floating, or mix f64 with others",
+            {{"dy", std::int64_t(dy.dtype)}, {"w", std::int64_t(w.dtype)}, {"dx", std::int64_t(dx.dtype)}});
+      check_group_offsets(offsets, w.shape[0], R);
+    }
+    if (dw.present()) {
+      check(x.shape.rank() == 2 && x.shape[0] == R, "grouped_linear: x is not (R, I) of dy (R, O)",
+            {{"R", R}, {"rows of x", x.shape[0]}});
+      check(dw.shape.rank() == 3 && dw.shape[1] == O && dw.shape[2] == x.shape[1], "grouped_linear: dw is not (e, O, I)",
+            {{"O", O}, {"I", x.shape[1]}, {"O of dw", dw.shape[1]}, {"I of dw", dw.shape[2]}});
+      check(is_floating(x.dtype) && real_of(x.dtype) == real && dw.dtype == real,
+            "grouped_linear: x mixes f64 with others, or dw is not real",
+            {{"dy", std::int64_t(dy.dtype)}, {"x", std::int64_t(x.dtype)}, {"dw", std::int64_t(dw.dtype)}});
+      check_group_offsets(offsets, dw.shape[0], R);
+    }
+  }
 };
 
 namespace cpu {

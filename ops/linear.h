@@ -1,25 +1,63 @@
 // linear.h -- y = x W^T for a matrix W, and its gradients.
+//
+//   y[t,o]   = sum_i x[t,i] w[o,i]                  or y += , with add
+//   dx[t,i]  = sum_o dy[t,o] w[o,i]                 or dx += , with add_dx
+//   dw[o,i] += sum_t dy[t,o] x[t,i]                 adds: weights gather over micro-batches
+//
+// Each operand may have its own floating type (activations bf16, router weights and logits f32); only f64 does not mix. Sums in f32
+// (f64 for f64), rounded once into a bf16 result. Nothing may alias. Repeatable for one number of threads.
 #pragma once
 #include "ops/context.h"
 
 namespace moetrain::ops {
 
 struct LinearForward {
-  ConstTensor x;  // (T, I)
-  ConstTensor w;  // (O, I)
-  Tensor y;       // (T, O), any floating type (logits of a router are real)
+  ConstTensor x;     // (T, I)
+  ConstTensor w;     // (O, I)
+  Tensor y;          // (T, O), any floating type (logits of a router are real)
   bool add = false;  // y += instead of y =
-  void check_shapes() const;
+  void check_shapes() const {
+    check(x.shape.rank() == 2 && w.shape.rank() == 2 && x.shape[1] == w.shape[1], "linear: x is not (T, I) of w (O, I)",
+          {{"I of x", x.shape[1]}, {"I of w", w.shape[1]}});
+    check(y.shape == Shape{x.shape[0], w.shape[0]}, "linear: y is not (T, O)",
+          {{"T", x.shape[0]}, {"O", w.shape[0]}, {"rows", y.shape[0]}, {"columns", y.shape[1]}});
+    const DType real = real_of(x.dtype);
+    check(is_floating(x.dtype) && is_floating(w.dtype) && is_floating(y.dtype) && real_of(w.dtype) == real &&
+              real_of(y.dtype) == real,
+          "linear: types are not floating, or mix f64 with others",
+          {{"x", std::int64_t(x.dtype)}, {"w", std::int64_t(w.dtype)}, {"y", std::int64_t(y.dtype)}});
+  }
 };
 
 struct LinearBackward {
-  ConstTensor dy;  // (T, O), any floating type
-  ConstTensor x;   // (T, I); absent when dw is
-  ConstTensor w;   // (O, I); absent when dx is
-  Tensor dx;       // (T, I); absent: not wanted
-  Tensor dw;       // (O, I) real; adds; absent: frozen
+  ConstTensor dy;       // (T, O), any floating type
+  ConstTensor x;        // (T, I); absent when dw is
+  ConstTensor w;        // (O, I); absent when dx is
+  Tensor dx;            // (T, I); absent: not wanted
+  Tensor dw;            // (O, I) real; adds; absent: frozen
   bool add_dx = false;  // dx += instead of dx =
-  void check_shapes() const;
+  void check_shapes() const {
+    check(dy.shape.rank() == 2 && is_floating(dy.dtype), "linear: dy is not a floating (T, O)",
+          {{"rank", dy.shape.rank()}, {"dtype", std::int64_t(dy.dtype)}});
+    const std::int64_t T = dy.shape[0], O = dy.shape[1];
+    const DType real = real_of(dy.dtype);
+    if (dx.present()) {
+      check(w.shape.rank() == 2 && w.shape[0] == O, "linear: w is not (O, I) of dy (T, O)", {{"O", O}, {"rows of w", w.shape[0]}});
+      check(dx.shape == Shape{T, w.shape[1]}, "linear: dx is not (T, I)",
+            {{"T", T}, {"I", w.shape[1]}, {"rows", dx.shape[0]}, {"columns", dx.shape[1]}});
+      check(is_floating(w.dtype) && is_floating(dx.dtype) && real_of(w.dtype) == real && real_of(dx.dtype) == real,
+            "linear: types of w or dx are not floating, or mix f64 with others",
+            {{"dy", std::int64_t(dy.dtype)}, {"w", std::int64_t(w.dtype)}, {"dx", std::int64_t(dx.dtype)}});
+    }
+    if (dw.present()) {
+      check(x.shape.rank() == 2 && x.shape[0] == T, "linear: x is not (T, I) of dy (T, O)", {{"T", T}, {"rows of x", x.shape[0]}});
+      check(dw.shape == Shape{O, x.shape[1]}, "linear: dw is not (O, I)",
+            {{"O", O}, {"I", x.shape[1]}, {"rows", dw.shape[0]}, {"columns", dw.shape[1]}});
+      check(is_floating(x.dtype) && real_of(x.dtype) == real && dw.dtype == real,
+            "linear: x mixes f64 with others, or dw is not real",
+            {{"dy", std::int64_t(dy.dtype)}, {"x", std::int64_t(x.dtype)}, {"dw", std::int64_t(dw.dtype)}});
+    }
+  }
 };
 
 namespace cpu {
