@@ -59,17 +59,13 @@ def read(metrics):
 
 
 def smoothed(points):
-    """Mean of the finite losses of the last steps: a window of a twentieth of the run, shorter at its start."""
+    """Moving average of the finite losses over a twentieth of the run, drawn at the middle of its window so that it does not lag."""
     window = max(1, len(points) // 20)
-    out, inside, total = [], [], 0.0
-    for step, loss in points:
-        if loss is None:
-            continue
-        inside.append(loss)
-        total += loss
-        if len(inside) > window:
-            total -= inside.pop(0)
-        out.append((step, total / len(inside)))
+    finite = [p for p in points if p[1] is not None]
+    out = []
+    for end in range(1, len(finite) + 1):
+        inside = finite[max(0, end - window) : end]
+        out.append((sum(s for s, _ in inside) / len(inside), sum(v for _, v in inside) / len(inside)))
     return out, window
 
 
