@@ -1,0 +1,244 @@
+// router_test.cpp -- holds the choice of experts and its gradient to hand-worked rows, a full sort, and slopes.
+#include "ops/router.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "tests/support/catch.h"
+#include "tests/support/compare.h"
+#include "tests/support/slope.h"
+
+using namespace moetrain;
+using test::Bench;
+using test::difference;
+
+namespace {
+
+const double kLog3 = std::log(3.0), kLog9 = std::log(9.0);  // sigmoid 0.75 and 0.9
+
+}  // namespace
+
+TEST_CASE("router chooses by biased score and weighs by the score without bias, worked by hand", "[ops][cpu]") {
+  Bench b;
+  const auto logits = b.of(DType::f64, {1, 4}, {0, kLog3, -kLog3, kLog9}), bias = b.of(DType::f64, {4}, {0, 0, 0.6, 0});
+  const auto experts = b.empty(DType::i32, {1, 2}), weights = b.empty(DType::f64, {1, 2}), cutoff = b.empty(DType::f64, {1});
+  SECTION("renormalised and scaled") {
+    ops::router(
+        b.context(),
+        ops::RouterForward{
+            .logits = logits, .bias = bias, .rule = {.scaling = 2}, .experts = experts, .weights = weights, .cutoff = cutoff});
+    CHECK(difference(test::values_of(weights), {2 * 0.9 / 1.15, 2 * 0.25 / 1.15}, 1e-14) == "");
+  }
+  SECTION("not renormalised") {
+    ops::router(b.context(), ops::RouterForward{.logits = logits,
+                                                .bias = bias,
+                                                .rule = {.renormalize = false, .scaling = 3},
+                                                .experts = experts,
+                                                .weights = weights,
+                                                .cutoff = cutoff});
+    CHECK(difference(test::values_of(weights), {2.7, 0.75}, 1e-14) == "");
+  }
+  CHECK(test::values_of(experts) == std::vector<double>{3, 2});
+  CHECK(difference(test::values_of(cutoff), {0.75}, 1e-14) == "");
+  CHECK(b.guards_hold());
+}
+
+TEST_CASE("router gives ties to the lower expert and -infinity as cutoff when every expert is chosen", "[ops][cpu]") {
+  Bench b;
+  const auto logits = b.of(DType::f32, {2, 5}, {1, 1, 1, 1, 1, -1, 2, -1, 2, 2}), bias = b.zeros(DType::f32, {5});
+  SECTION("three of five") {
+    const auto experts = b.empty(DType::i32, {2, 3}), weights = b.empty(DType::f32, {2, 3}), cutoff = b.empty(DType::f32, {2});
+    ops::router(
+        b.context(),
+        ops::RouterForward{.logits = logits, .bias = bias, .rule = {}, .experts = experts, .weights = weights, .cutoff = cutoff});
+    CHECK(test::values_of(experts) == std::vector<double>{0, 1, 2, 1, 3, 4});
+    CHECK(difference(test::values_of(cutoff), {1 / (1 + std::exp(-1.0)), 1 / (1 + std::exp(1.0))}, 1e-6) == "");
+  }
+  SECTION("five of five") {
+    const auto experts = b.empty(DType::i32, {2, 5}), weights = b.empty(DType::f32, {2, 5}), cutoff = b.empty(DType::f32, {2});
+    ops::router(
+        b.context(),
+        ops::RouterForward{.logits = logits, .bias = bias, .rule = {}, .experts = experts, .weights = weights, .cutoff = cutoff});
+    CHECK(test::values_of(experts) == std::vector<double>{0, 1, 2, 3, 4, 1, 3, 4, 0, 2});
+    for (const double c : test::values_of(cutoff)) CHECK((std::isinf(c) && c < 0));
+  }
+  CHECK(b.guards_hold());
+}
+
+TEST_CASE("router chooses only inside the groups whose two best experts sum highest", "[ops][cpu]") {
+  Bench b;
+  // biased scores: group 0 (0.9, 0.1), group 1 (0.6, 0.5), group 2 (0.7, 0.4 - 1e-3), so groups 1 and 2 are kept, expert 0 is not
+  const std::vector<double> scores{0.9, 0.1, 0.6, 0.5, 0.7, 0.399};
+  const auto logits = b.zeros(DType::f64, {1, 6});
+  const auto bias = b.filled(DType::f64, {6}, [&](std::int64_t e) { return scores[std::size_t(e)] - 0.5; });
+  const auto experts = b.empty(DType::i32, {1, 3}), weights = b.empty(DType::f64, {1, 3}), cutoff = b.empty(DType::f64, {1});
+  ops::router(b.context(), ops::RouterForward{.logits = logits,
+                                              .bias = bias,
+                                              .rule = {.groups = 3, .top_groups = 2},
+                                              .experts = experts,
+                                              .weights = weights,
+                                              .cutoff = cutoff});
+  CHECK(test::values_of(experts) == std::vector<double>{4, 2, 3});
+  CHECK(difference(test::values_of(cutoff), {0.399}, 1e-12) == "");
+  SECTION("a full choice in the kept groups leaves no cutoff, and equal groups go to the lower") {
+    const auto flat = b.zeros(DType::f64, {6});
+    const auto all = b.empty(DType::i32, {1, 4}), w = b.empty(DType::f64, {1, 4});
+    ops::router(b.context(), ops::RouterForward{.logits = logits,
+                                                .bias = flat,
+                                                .rule = {.groups = 3, .top_groups = 2},
+                                                .experts = all,
+                                                .weights = w,
+                                                .cutoff = cutoff});
+    CHECK(test::values_of(all) == std::vector<double>{0, 1, 2, 3});
+    CHECK(Bench::get(cutoff, 0) == -std::numeric_limits<double>::infinity());
+  }
+  SECTION("groups of one expert") {
+    const auto one = b.empty(DType::i32, {1, 2}), w = b.empty(DType::f64, {1, 2});
+    ops::router(
+        b.context(),
+        ops::RouterForward{.logits = logits, .bias = bias, .rule = {.groups = 6, .top_groups = 2}, .experts = one, .weights = w});
+    CHECK(test::values_of(one) == std::vector<double>{0, 4});
+  }
+  CHECK(b.guards_hold());
+}
+
+TEST_CASE("router agrees with a full stable sort at odd sizes", "[ops][cpu]") {
+  struct Size {
+    std::int64_t T, E, K;
+  };
+  for (const auto [T, E, K] : {Size{1, 1, 1}, Size{7, 13, 3}, Size{0, 5, 2}, Size{257, 129, 16}, Size{31, 31, 31}, Size{3, 8, 7}}) {
+    CAPTURE(T, E, K);
+    Bench b(3);
+    // coarse values make ties frequent
+    const auto logits =
+        b.filled(DType::f64, {T, E}, [&](std::int64_t i) { return std::round(2 * ops::normal(5, 0, std::uint64_t(i))) / 2; });
+    const auto bias = b.filled(DType::f64, {E}, [](std::int64_t e) { return double(e % 3) / 8; });
+    const auto experts = b.empty(DType::i32, {T, K}), weights = b.empty(DType::f64, {T, K}), cutoff = b.empty(DType::f64, {T});
+    ops::router(
+        b.context(),
+        ops::RouterForward{.logits = logits, .bias = bias, .rule = {}, .experts = experts, .weights = weights, .cutoff = cutoff});
+    for (std::int64_t t = 0; t < T; ++t) {
+      std::vector<std::int64_t> order(static_cast<std::size_t>(E));
+      std::iota(order.begin(), order.end(), 0);
+      auto score = [&](std::int64_t e) { return 1 / (1 + std::exp(-Bench::get(logits, t * E + e))) + Bench::get(bias, e); };
+      std::stable_sort(order.begin(), order.end(), [&](auto x, auto y) { return score(x) > score(y); });
+      bool same = true;
+      for (std::int64_t k = 0; k < K; ++k) same = same && std::int64_t(Bench::get(experts, t * K + k)) == order[std::size_t(k)];
+      CHECK(same);
+      if (K < E) CHECK(Bench::get(cutoff, t) == score(order[std::size_t(K)]));
+      double sum = 0;
+      for (std::int64_t k = 0; k < K; ++k) sum += Bench::get(weights, t * K + k);
+      CHECK(std::abs(sum - 1) <= 1e-12);
+    }
+    CHECK(b.guards_hold());
+  }
+}
+
+TEST_CASE("router backward is the slope of router forward with experts decided", "[ops][cpu]") {
+  const bool renormalize = GENERATE(true, false);
+  const std::int64_t T = 5, E = 7, K = GENERATE(2, 3, 7);
+  CAPTURE(renormalize, K);
+  Bench b(11);
+  const ops::RouterRule rule{.renormalize = renormalize, .scaling = 2.446};
+  const auto logits = b.normal(DType::f64, {T, E}, 1.5), bias = b.normal(DType::f64, {E}, 0.1);
+  const auto experts = b.empty(DType::i32, {T, K}), weights = b.empty(DType::f64, {T, K}), dlogits = b.empty(DType::f64, {T, E});
+  ops::router(b.context(),
+              ops::RouterForward{.logits = logits, .bias = bias, .rule = rule, .experts = experts, .weights = weights});
+  const auto first = test::values_of(weights);
+  const auto dweights = b.normal(DType::f64, {T, K});
+  ops::router(b.context(),
+              ops::RouterBackward{.dweights = dweights, .logits = logits, .experts = experts, .rule = rule, .dlogits = dlogits});
+  auto loss = [&] {
+    ops::router(b.context(),
+                ops::RouterForward{.logits = logits, .rule = rule, .decided = true, .experts = experts, .weights = weights});
+    return test::weighted_sum(weights, dweights);
+  };
+  CHECK(test::slope_difference(loss, logits, dlogits, 1e-8) == "");
+  loss();
+  CHECK(test::values_of(weights) == first);  // the same bits whether experts are chosen or given
+  CHECK(b.guards_hold());
+}
+
+TEST_CASE("router in f32 is within f32 rounding of f64 on the same inputs", "[ops][cpu]") {
+  const std::int64_t T = 131, E = 67, K = 5;
+  Bench b(4);
+  const auto logits = b.normal(DType::f32, {T, E}, 2), bias = b.normal(DType::f32, {E}, 0.05),
+             dweights = b.normal(DType::f32, {T, K});
+  std::vector<Tensor> weights, dlogits, experts, cutoffs;
+  for (const auto dtype : {DType::f32, DType::f64}) {
+    const auto x = b.as(dtype, logits);
+    experts.push_back(b.empty(DType::i32, {T, K}));
+    weights.push_back(b.empty(dtype, {T, K}));
+    cutoffs.push_back(b.empty(dtype, {T}));
+    dlogits.push_back(b.empty(dtype, {T, E}));
+    ops::router(b.context(), ops::RouterForward{.logits = x,
+                                                .bias = b.as(dtype, bias),
+                                                .rule = {.scaling = 2.5},
+                                                .experts = experts.back(),
+                                                .weights = weights.back(),
+                                                .cutoff = cutoffs.back()});
+    ops::router(b.context(), ops::RouterBackward{.dweights = b.as(dtype, dweights),
+                                                 .logits = x,
+                                                 .experts = experts.back(),
+                                                 .rule = {.scaling = 2.5},
+                                                 .dlogits = dlogits.back()});
+  }
+  CHECK(test::values_of(experts[0]) == test::values_of(experts[1]));
+  CHECK(difference(weights[0], weights[1], 2e-6) == "");
+  CHECK(difference(cutoffs[0], cutoffs[1], 1e-6) == "");
+  CHECK(difference(dlogits[0], dlogits[1], 2e-5) == "");
+  CHECK(b.guards_hold());
+}
+
+TEST_CASE("router chooses experts that exist even from NaN and from scores that underflow", "[ops][cpu]") {
+  Bench b;
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const auto logits = b.of(DType::f32, {3, 4}, {nan, nan, nan, nan, nan, 1, nan, 2, -1e30, -1e30, -1e30, -1e30});
+  const auto bias = b.zeros(DType::f32, {4}), dlogits = b.empty(DType::f32, {3, 4});
+  const auto experts = b.empty(DType::i32, {3, 2}), weights = b.empty(DType::f32, {3, 2}), dweights = b.normal(DType::f32, {3, 2});
+  ops::router(b.context(), ops::RouterForward{.logits = logits, .bias = bias, .rule = {}, .experts = experts, .weights = weights});
+  CHECK(test::values_of(experts) == std::vector<double>{0, 1, 3, 1, 0, 1});
+  CHECK(Bench::get(weights, 4) == 0);
+  ops::router(b.context(),
+              ops::RouterBackward{.dweights = dweights, .logits = logits, .experts = experts, .rule = {}, .dlogits = dlogits});
+  for (std::int64_t e = 0; e < 4; ++e) CHECK(Bench::get(dlogits, 8 + e) == 0);
+}
+
+TEST_CASE("router refuses what does not fit", "[ops][cpu]") {
+  Bench b;
+  const auto logits = b.normal(DType::f32, {2, 6}), bias = b.zeros(DType::f32, {6});
+  const auto experts = b.empty(DType::i32, {2, 2}), weights = b.empty(DType::f32, {2, 2});
+  const ops::RouterForward good{.logits = logits, .bias = bias, .rule = {}, .experts = experts, .weights = weights};
+  ops::router(b.context(), good);
+  auto refused = [&](auto change) {
+    auto bad = good;
+    change(bad);
+    CHECK_THROWS_AS(ops::router(b.context(), bad), Error);
+  };
+  refused([&](auto& a) { a.bias = b.zeros(DType::f32, {5}); });
+  refused([&](auto& a) { a.bias = {}; });
+  refused([&](auto& a) { a.logits = b.normal(DType::bf16, {2, 6}); });
+  refused([&](auto& a) { a.weights = b.empty(DType::f64, {2, 2}); });
+  refused([&](auto& a) { a.experts = b.empty(DType::i64, {2, 2}); });
+  refused([&](auto& a) { a.cutoff = b.empty(DType::f32, {3}); });
+  refused([&](auto& a) { a.rule.groups = 4; });
+  refused([&](auto& a) { a.rule = {.groups = 3, .top_groups = 4}; });
+  refused([&](auto& a) { a.rule = {.groups = 6, .top_groups = 1}; });
+  refused([&](auto& a) { a.experts = b.empty(DType::i32, {2, 7}), a.weights = b.empty(DType::f32, {2, 7}); });
+  refused([&](auto& a) { a.decided = true, a.cutoff = b.empty(DType::f32, {2}); });
+  refused([&](auto& a) { a.decided = true, a.experts = b.of(DType::i32, {2, 2}, {0, 1, 2, 6}); });
+  const auto dweights = b.normal(DType::f32, {2, 2}), dlogits = b.empty(DType::f32, {2, 6});
+  CHECK_THROWS_AS(ops::router(b.context(), ops::RouterBackward{.dweights = dweights,
+                                                               .logits = logits,
+                                                               .experts = b.of(DType::i32, {2, 2}, {0, 1, -1, 2}),
+                                                               .rule = {},
+                                                               .dlogits = dlogits}),
+                  Error);
+  CHECK_THROWS_AS(
+      ops::router(
+          b.context(),
+          ops::RouterBackward{
+              .dweights = dweights, .logits = logits, .experts = experts, .rule = {}, .dlogits = b.empty(DType::f32, {2, 5})}),
+      Error);
+}
