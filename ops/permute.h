@@ -1,29 +1,72 @@
 // permute.h -- tokens to rows sorted by expert and back, with a fixed order of every sum.
+//
+// Slot (t, k) is the k-th expert of token t. Sorted by expert, and within an expert by (t, k), slots become rows: expert e owns the
+// counts[e] rows after those of the experts below it. counts, and not a padded block, bound an expert; it may own none.
+//
+//   spread:   rows[slot_row[t,k]] = x[t]
+//   collect:  y[t] = sum_k weights[t,k] rows[slot_row[t,k]]                                   k ascending
+//   backward: dweights[t,k] = sum_d dy[t,d] rows[slot_row[t,k],d];  drows[slot_row[t,k]] = weights[t,k] dy[t]
+// The gradient of spread is collect without weights (1 each); the gradient of collect without weights is spread.
+//
+// spread_rows and move_rows copy bits of any dtype. collect_rows sums in real (f32 for bf16, f64 for f64) and rounds once.
+// Everything is written, nothing adds. Nothing aliases, but for drows, which may be rows. slot_row and to must name every row once
+// (only their range is checked). Bitwise repeatable for any number of threads.
 #pragma once
 #include "ops/context.h"
 
 namespace moetrain::ops {
 
+// The parts of a check that the structs below share.
+inline void check_slots(ConstTensor slot_row, std::int64_t T, std::int64_t R, At why) {
+  const auto K = slot_row.shape[1];
+  check(slot_row.shape.rank() == 2 && slot_row.shape[0] == T && slot_row.dtype == DType::i64 && R == T * K, why,
+        {{"T", T}, {"slot rows", slot_row.shape[0]}, {"K", K}, {"rows", R}, {"dtype", int(slot_row.dtype)}});
+}
+inline void check_storage(ConstTensor t, At why) {
+  check(t.shape.rank() == 2 && (t.dtype == DType::f32 || t.dtype == DType::f64 || t.dtype == DType::bf16), why,
+        {{"rank", t.shape.rank()}, {"dtype", int(t.dtype)}});
+}
+
 struct SortSlots {
   ConstTensor experts;  // (T, K) i32
   Tensor slot_row;      // (T, K) i64, the row of slot (t, k) when slots are sorted by expert, stable in (t, k)
   Tensor counts;        // (E) i64, written
-  void check_shapes() const;
+  void check_shapes() const {
+    check(experts.shape.rank() == 2 && experts.dtype == DType::i32, "sort_slots: experts are not (T, K) i32",
+          {{"rank", experts.shape.rank()}, {"dtype", int(experts.dtype)}});
+    check(slot_row.shape == experts.shape && slot_row.dtype == DType::i64, "sort_slots: slot_row is not (T, K) i64",
+          {{"T", experts.shape[0]}, {"K", experts.shape[1]}, {"rows", slot_row.shape[0]}, {"dtype", int(slot_row.dtype)}});
+    check(counts.shape.rank() == 1 && counts.dtype == DType::i64, "sort_slots: counts are not (E) i64",
+          {{"rank", counts.shape.rank()}, {"dtype", int(counts.dtype)}});
+  }
 };
 
 struct SpreadRows {
   ConstTensor x;         // (T, D)
   ConstTensor slot_row;  // (T, K) i64
-  Tensor rows;           // (T*K, D), rows[slot_row[t,k]] = x[t]
-  void check_shapes() const;
+  Tensor rows;           // (T*K, D)
+  void check_shapes() const {
+    check(x.present() && x.shape.rank() == 2, "spread_rows: x is not (T, D)", {{"rank", x.shape.rank()}});
+    check_slots(slot_row, x.shape[0], rows.shape[0], "spread_rows: slot_row is not (T, K) i64 for T tokens and T*K rows");
+    check(rows.shape == x.shape.with_dim0(rows.shape[0]) && rows.dtype == x.dtype, "spread_rows: rows are not (T*K, D) as x",
+          {{"D", x.shape[1]}, {"width", rows.shape[1]}, {"dtype", int(rows.dtype)}});
+  }
 };
 
 struct CollectRows {
   ConstTensor rows;      // (T*K, D)
   ConstTensor slot_row;  // (T, K) i64
   ConstTensor weights;   // (T, K) real; absent: 1
-  Tensor y;              // (T, D) = sum_k weights[t,k] rows[slot_row[t,k]], k ascending, summed in real
-  void check_shapes() const;
+  Tensor y;              // (T, D)
+  void check_shapes() const {
+    check_storage(rows, "collect_rows: rows are not (T*K, D) of a storage type");
+    check_slots(slot_row, y.shape[0], rows.shape[0], "collect_rows: slot_row is not (T, K) i64 for T tokens and T*K rows");
+    check(y.shape == rows.shape.with_dim0(y.shape[0]) && y.dtype == rows.dtype, "collect_rows: y is not (T, D) as rows",
+          {{"D", rows.shape[1]}, {"width", y.shape[1]}, {"dtype", int(y.dtype)}});
+    check(!weights.present() || (weights.shape == slot_row.shape && weights.dtype == real_of(rows.dtype)),
+          "collect_rows: weights are not (T, K) real",
+          {{"T", slot_row.shape[0]}, {"K", slot_row.shape[1]}, {"rows", weights.shape[0]}, {"dtype", int(weights.dtype)}});
+  }
 };
 
 struct CollectRowsBackward {
@@ -31,17 +74,37 @@ struct CollectRowsBackward {
   ConstTensor rows;      // (T*K, D)
   ConstTensor slot_row;  // (T, K) i64
   ConstTensor weights;   // (T, K) real
-  Tensor drows;          // (T*K, D), written
-  Tensor dweights;       // (T, K) real = rows . dy, written
-  void check_shapes() const;
+  Tensor drows;          // (T*K, D), written; may be rows
+  Tensor dweights;       // (T, K) real, written
+  void check_shapes() const {
+    check_storage(rows, "collect_rows backward: rows are not (T*K, D) of a storage type");
+    check_slots(slot_row, dy.shape[0], rows.shape[0],
+                "collect_rows backward: slot_row is not (T, K) i64 for T tokens and T*K rows");
+    check(dy.shape == rows.shape.with_dim0(dy.shape[0]) && dy.dtype == rows.dtype,
+          "collect_rows backward: dy is not (T, D) as rows",
+          {{"D", rows.shape[1]}, {"width", dy.shape[1]}, {"dtype", int(dy.dtype)}});
+    check(drows.shape == rows.shape && drows.dtype == rows.dtype, "collect_rows backward: drows do not fit rows",
+          {{"R", rows.shape[0]}, {"D", rows.shape[1]}, {"drows", drows.shape[0]}, {"dtype", int(drows.dtype)}});
+    check(weights.shape == slot_row.shape && weights.dtype == real_of(rows.dtype),
+          "collect_rows backward: weights are not (T, K) real",
+          {{"T", slot_row.shape[0]}, {"K", slot_row.shape[1]}, {"rows", weights.shape[0]}, {"dtype", int(weights.dtype)}});
+    check(dweights.shape == slot_row.shape && dweights.dtype == weights.dtype, "collect_rows backward: dweights do not fit weights",
+          {{"T", slot_row.shape[0]}, {"K", slot_row.shape[1]}, {"rows", dweights.shape[0]}, {"dtype", int(dweights.dtype)}});
+  }
 };
 
 struct MoveRows {
-  ConstTensor x;   // (R, D)
-  ConstTensor to;  // (R) i64, a permutation
+  ConstTensor x;        // (R, D)
+  ConstTensor to;       // (R) i64, a permutation
   bool gather = false;  // false: y[to[r]] = x[r]; true: y[r] = x[to[r]]
-  Tensor y;        // (R, D)
-  void check_shapes() const;
+  Tensor y;             // (R, D)
+  void check_shapes() const {
+    check(x.present() && x.shape.rank() == 2, "move_rows: x is not (R, D)", {{"rank", x.shape.rank()}});
+    check(to.shape == Shape{x.shape[0]} && to.dtype == DType::i64, "move_rows: to is not (R) i64",
+          {{"R", x.shape[0]}, {"to", to.count()}, {"dtype", int(to.dtype)}});
+    check(y.shape == x.shape && y.dtype == x.dtype, "move_rows: y does not fit x",
+          {{"R", x.shape[0]}, {"D", x.shape[1]}, {"rows", y.shape[0]}, {"width", y.shape[1]}, {"dtype", int(y.dtype)}});
+  }
 };
 
 namespace cpu {

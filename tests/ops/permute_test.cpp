@@ -1,0 +1,191 @@
+// permute_test.cpp -- holds sorting, spreading and collecting to a hand-worked case, exact round trips and slopes.
+#include "ops/permute.h"
+
+#include <algorithm>
+
+#include "tests/support/catch.h"
+#include "tests/support/compare.h"
+#include "tests/support/slope.h"
+
+using namespace moetrain;
+using test::Bench;
+using test::difference;
+
+namespace {
+
+// T tokens of K slots, experts chosen by expert(t, k), sorted.
+struct Sorted {
+  Tensor experts, slot_row, counts;
+};
+template <class F>
+Sorted sorted(Bench& b, std::int64_t T, std::int64_t K, std::int64_t E, F expert) {
+  const Sorted s{b.filled(DType::i32, {T, K}, [&](std::int64_t i) { return double(expert(i / K, i % K)); }),
+                 b.empty(DType::i64, {T, K}), b.empty(DType::i64, {E})};
+  ops::sort_slots(b.context(), ops::SortSlots{.experts = s.experts, .slot_row = s.slot_row, .counts = s.counts});
+  return s;
+}
+std::int64_t scattered(std::int64_t t, std::int64_t k, std::int64_t E) {
+  return std::int64_t(ops::uniform(9, std::uint64_t(t), std::uint64_t(k)) * double(E));
+}
+
+}  // namespace
+
+TEST_CASE("permute sorts, spreads and collects a case worked by hand", "[ops][cpu]") {
+  Bench b;
+  const auto experts = b.of(DType::i32, {3, 2}, {2, 0, 0, 3, 2, 0});
+  const auto slot_row = b.empty(DType::i64, {3, 2}), counts = b.empty(DType::i64, {5});
+  ops::sort_slots(b.context(), ops::SortSlots{.experts = experts, .slot_row = slot_row, .counts = counts});
+  CHECK(test::values_of(counts) == std::vector<double>{3, 0, 2, 1, 0});
+  CHECK(test::values_of(slot_row) == std::vector<double>{3, 0, 1, 5, 4, 2});
+
+  const auto x = b.of(DType::f64, {3, 2}, {1, 2, 3, 4, 5, 6}), rows = b.empty(DType::f64, {6, 2});
+  ops::spread_rows(b.context(), ops::SpreadRows{.x = x, .slot_row = slot_row, .rows = rows});
+  CHECK(test::values_of(rows) == std::vector<double>{1, 2, 3, 4, 5, 6, 1, 2, 5, 6, 3, 4});
+
+  const auto y = b.empty(DType::f64, {3, 2}), weights = b.of(DType::f64, {3, 2}, {1, 10, 2, 20, 3, 30});
+  ops::collect_rows(b.context(), ops::CollectRows{.rows = rows, .slot_row = slot_row, .weights = weights, .y = y});
+  CHECK(test::values_of(y) == std::vector<double>{11, 22, 66, 88, 165, 198});
+  ops::collect_rows(b.context(), ops::CollectRows{.rows = rows, .slot_row = slot_row, .y = y});
+  CHECK(test::values_of(y) == std::vector<double>{2, 4, 6, 8, 10, 12});
+
+  const auto dy = b.of(DType::f64, {3, 2}, {1, 0, 0, 1, 1, 1}), drows = b.empty(DType::f64, {6, 2}),
+             dweights = b.empty(DType::f64, {3, 2});
+  ops::collect_rows(b.context(),
+                    ops::CollectRowsBackward{
+                        .dy = dy, .rows = rows, .slot_row = slot_row, .weights = weights, .drows = drows, .dweights = dweights});
+  CHECK(test::values_of(dweights) == std::vector<double>{1, 1, 4, 4, 11, 11});
+  CHECK(test::values_of(drows) == std::vector<double>{10, 0, 0, 2, 30, 30, 1, 0, 3, 3, 0, 20});
+  CHECK(b.guards_hold());
+}
+
+TEST_CASE("permute keeps rows of an expert in token order, whatever the sizes", "[ops][cpu]") {
+  struct Size {
+    std::int64_t T, K, E;
+  };
+  for (const auto [T, K, E] :
+       {Size{1, 1, 1}, Size{0, 3, 4}, Size{13, 3, 7}, Size{101, 4, 200}, Size{257, 16, 31}, Size{50, 2, 3}}) {
+    CAPTURE(T, K, E);
+    Bench b;
+    const auto all_to_one = GENERATE(false, true);
+    const auto s = sorted(b, T, K, E, [&, n = E](auto t, auto k) { return all_to_one ? n - 1 : scattered(t, k, n); });
+    std::vector<std::pair<std::int64_t, std::int64_t>> slots;  // (expert, slot)
+    for (std::int64_t i = 0; i < T * K; ++i) slots.emplace_back(std::int64_t(Bench::get(s.experts, i)), i);
+    std::sort(slots.begin(), slots.end());
+    bool in_order = true;
+    std::vector<double> counted(static_cast<std::size_t>(E));
+    for (std::size_t r = 0; r < slots.size(); ++r) {
+      in_order = in_order && Bench::get(s.slot_row, slots[r].second) == double(r);
+      ++counted[std::size_t(slots[r].first)];
+    }
+    CHECK(in_order);
+    CHECK(test::values_of(s.counts) == counted);
+    CHECK(b.guards_hold());
+  }
+}
+
+TEST_CASE("permute brings every row back exactly", "[ops][cpu]") {
+  const auto dtype = GENERATE(DType::f32, DType::f64, DType::bf16);
+  const std::int64_t T = 67, K = 4, E = 9, D = GENERATE(1, 5, 300, 512);
+  CAPTURE(int(dtype), D);
+  Bench b;
+  const auto s = sorted(b, T, K, E, [](auto t, auto k) { return scattered(t, k, 9); });
+  const auto x = b.normal(dtype, {T, D}), rows = b.empty(dtype, {T * K, D}), y = b.empty(dtype, {T, D});
+  const auto real = real_of(dtype);
+  ops::spread_rows(b.context(), ops::SpreadRows{.x = x, .slot_row = s.slot_row, .rows = rows});
+  const auto quarter = b.filled(real, {T, K}, [](std::int64_t) { return 0.25; });
+  ops::collect_rows(b.context(), ops::CollectRows{.rows = rows, .slot_row = s.slot_row, .weights = quarter, .y = y});
+  CHECK(test::values_of(y) == test::values_of(x));  // four quarters of one number are that number
+
+  const auto to = s.slot_row.reshape({T * K});
+  const auto moved = b.empty(dtype, {T * K, D}), back = b.empty(dtype, {T * K, D});
+  ops::move_rows(b.context(), ops::MoveRows{.x = rows, .to = to, .y = moved});
+  CHECK(test::values_of(moved) != test::values_of(rows));
+  ops::move_rows(b.context(), ops::MoveRows{.x = moved, .to = to, .gather = true, .y = back});
+  CHECK(test::values_of(back) == test::values_of(rows));
+  CHECK(b.guards_hold());
+}
+
+TEST_CASE("move_rows scatters and gathers as told", "[ops][cpu]") {
+  Bench b;
+  const auto x = b.of(DType::f32, {3, 1}, {10, 20, 30}), y = b.empty(DType::f32, {3, 1}), to = b.of(DType::i64, {3}, {1, 2, 0});
+  ops::move_rows(b.context(), ops::MoveRows{.x = x, .to = to, .y = y});
+  CHECK(test::values_of(y) == std::vector<double>{30, 10, 20});
+  ops::move_rows(b.context(), ops::MoveRows{.x = x, .to = to, .gather = true, .y = y});
+  CHECK(test::values_of(y) == std::vector<double>{20, 30, 10});
+  const auto none = b.empty(DType::f32, {0, 4}), nowhere = b.empty(DType::i64, {0});
+  ops::move_rows(b.context(), ops::MoveRows{.x = none, .to = nowhere, .y = none});
+  CHECK(b.guards_hold());
+}
+
+TEST_CASE("collect_rows backward is the slope of collect_rows forward", "[ops][cpu]") {
+  const std::int64_t T = 7, K = 3, E = 4, D = 5;
+  Bench b(2);
+  const auto s = sorted(b, T, K, E, [](auto t, auto k) { return scattered(t, k, 4); });
+  const auto rows = b.normal(DType::f64, {T * K, D}), weights = b.normal(DType::f64, {T, K}), dy = b.normal(DType::f64, {T, D});
+  const auto y = b.empty(DType::f64, {T, D}), drows = b.empty(DType::f64, {T * K, D}), dweights = b.empty(DType::f64, {T, K});
+  ops::collect_rows(b.context(),
+                    ops::CollectRowsBackward{
+                        .dy = dy, .rows = rows, .slot_row = s.slot_row, .weights = weights, .drows = drows, .dweights = dweights});
+  auto loss = [&] {
+    ops::collect_rows(b.context(), ops::CollectRows{.rows = rows, .slot_row = s.slot_row, .weights = weights, .y = y});
+    return test::weighted_sum(y, dy);
+  };
+  CHECK(test::slope_difference(loss, rows, drows, 1e-9, 0, T * K * D) == "");
+  CHECK(test::slope_difference(loss, weights, dweights, 1e-9) == "");
+  const auto in_place = b.copy(rows), again = b.empty(DType::f64, {T, K});
+  ops::collect_rows(
+      b.context(),
+      ops::CollectRowsBackward{
+          .dy = dy, .rows = in_place, .slot_row = s.slot_row, .weights = weights, .drows = in_place, .dweights = again});
+  CHECK(test::values_of(in_place) == test::values_of(drows));
+  CHECK(test::values_of(again) == test::values_of(dweights));
+  CHECK(b.guards_hold());
+}
+
+TEST_CASE("collect_rows in f32 and bf16 is within rounding of f64 on the same inputs", "[ops][cpu]") {
+  const auto dtype = GENERATE(DType::f32, DType::bf16);
+  const std::int64_t T = 33, K = 5, E = 6, D = 277;
+  CAPTURE(int(dtype));
+  Bench b(6);
+  const auto s = sorted(b, T, K, E, [](auto t, auto k) { return scattered(t, k, 6); });
+  const auto rows = b.normal(dtype, {T * K, D}), weights = b.uniform(DType::f32, {T, K}, 0, 1), dy = b.normal(dtype, {T, D});
+  std::vector<Tensor> y, drows, dweights;
+  for (const auto type : {dtype, DType::f64}) {
+    const auto real = real_of(type);
+    const auto r = b.as(type, rows), w = b.as(real, weights);
+    y.push_back(b.empty(type, {T, D})), drows.push_back(b.empty(type, {T * K, D})), dweights.push_back(b.empty(real, {T, K}));
+    ops::collect_rows(b.context(), ops::CollectRows{.rows = r, .slot_row = s.slot_row, .weights = w, .y = y.back()});
+    ops::collect_rows(b.context(), ops::CollectRowsBackward{.dy = b.as(type, dy),
+                                                            .rows = r,
+                                                            .slot_row = s.slot_row,
+                                                            .weights = w,
+                                                            .drows = drows.back(),
+                                                            .dweights = dweights.back()});
+  }
+  const double bound = dtype == DType::bf16 ? 4e-3 : 1e-6;
+  CHECK(difference(y[0], y[1], bound) == "");
+  CHECK(difference(drows[0], drows[1], bound) == "");
+  CHECK(difference(dweights[0], dweights[1], 3e-6) == "");
+  CHECK(b.guards_hold());
+}
+
+TEST_CASE("permute refuses what does not fit", "[ops][cpu]") {
+  Bench b;
+  auto& ctx = b.context();
+  const auto s = sorted(b, 3, 2, 4, [](auto t, auto) { return t; });
+  const auto x = b.normal(DType::f32, {3, 2}), rows = b.normal(DType::f32, {6, 2}), w = b.normal(DType::f32, {3, 2});
+  const auto past = b.of(DType::i64, {3, 2}, {0, 1, 2, 3, 4, 6});
+  CHECK_THROWS_AS(ops::sort_slots(ctx, ops::SortSlots{s.experts, b.empty(DType::i64, {3, 3}), s.counts}), Error);
+  CHECK_THROWS_AS(ops::sort_slots(ctx, ops::SortSlots{s.experts, s.slot_row, b.empty(DType::i32, {4})}), Error);
+  CHECK_THROWS_AS(ops::sort_slots(ctx, ops::SortSlots{s.experts, s.slot_row, b.empty(DType::i64, {2})}), Error);  // expert 2 of 2
+  CHECK_THROWS_AS(ops::spread_rows(ctx, ops::SpreadRows{x, s.slot_row, b.empty(DType::f32, {5, 2})}), Error);
+  CHECK_THROWS_AS(ops::spread_rows(ctx, ops::SpreadRows{x, s.slot_row, b.empty(DType::f64, {6, 2})}), Error);
+  CHECK_THROWS_AS(ops::spread_rows(ctx, ops::SpreadRows{x, past, rows}), Error);
+  CHECK_THROWS_AS(ops::collect_rows(ctx, ops::CollectRows{rows, s.slot_row, {}, b.empty(DType::f32, {3, 3})}), Error);
+  CHECK_THROWS_AS(ops::collect_rows(ctx, ops::CollectRows{rows, s.slot_row, b.normal(DType::f64, {3, 2}), x}), Error);
+  CHECK_THROWS_AS(ops::collect_rows(ctx, ops::CollectRows{rows, past, {}, x}), Error);
+  CHECK_THROWS_AS(ops::collect_rows(ctx, ops::CollectRowsBackward{x, rows, s.slot_row, {}, rows, w}), Error);
+  CHECK_THROWS_AS(ops::collect_rows(ctx, ops::CollectRowsBackward{x, rows, s.slot_row, w, x, w}), Error);
+  CHECK_THROWS_AS(ops::move_rows(ctx, ops::MoveRows{.x = x, .to = b.of(DType::i64, {3}, {0, 1, 3}), .y = x}), Error);
+  CHECK_THROWS_AS(ops::move_rows(ctx, ops::MoveRows{.x = x, .to = b.of(DType::i64, {2}, {0, 1}), .y = x}), Error);
+}
