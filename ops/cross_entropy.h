@@ -1,19 +1,81 @@
 // cross_entropy.h -- the loss from hidden states, cut in tokens and vocabulary: logits of a block exist only while it is worked on.
+//
+//   logits[t,v] = hidden[t] . weight[v]
+//   loss       += sum over labelled t of  log sum_v exp(logits[t,v]) - logits[t,label[t]]
+//   g[t,v]      = gradient_scale * ( exp(logits[t,v]) / sum_u exp(logits[t,u]) - [v = label[t]] )     labelled t only
+//   dhidden[t]  = sum_v g[t,v] weight[v]         written; 0 for ignored tokens, whatever their hidden state holds
+//   dweight[v] += sum_t g[t,v] hidden[t]
+//
+// A block is at most seq_chunk labelled tokens (ignored ones are left out before blocks are cut) by at most vocab_chunk vocabulary
+// rows; neither must divide anything. Over the blocks of one token block the first pass keeps a running maximum, the sum of
+// exponentials below it and the label's logit; the second computes the logits again and turns them into g. One block over the whole
+// vocabulary keeps its logits instead. No label in the whole batch: loss += 0, dhidden = 0, dweight unchanged.
+//
+// Logits, gradients and what is kept between blocks are in real (f32 for f32 and bf16, f64 for f64); exponentials within a block
+// and the loss over tokens are summed in f64; dhidden is rounded once. Nothing aliases. Repeatable to the bit for the same chunks;
+// other chunks change rounding only.
 #pragma once
+#include <algorithm>
+
 #include "ops/context.h"
 
 namespace moetrain::ops {
 
 struct CrossEntropy {
-  ConstTensor hidden;  // (T, D)
-  ConstTensor weight;  // (V, D)
-  ConstTensor labels;  // (T) i32, 0..V-1, or -100: ignored
+  ConstTensor hidden;                   // (T, D)
+  ConstTensor weight;                   // (V, D)
+  ConstTensor labels;                   // (T) i32, 0..V-1, or -100: ignored; anything else is an Error
   std::int64_t seq_chunk, vocab_chunk;  // tokens and vocabulary rows a block; any positive numbers
-  double gradient_scale;  // 1 / label tokens of the global batch
-  Tensor loss;         // (1) real; adds sum over labels of -log softmax(logits_t)[label_t] (not scaled)
-  Tensor dhidden;      // (T, D), scaled; written, 0 for ignored rows; absent (with dweight): loss only
-  Tensor dweight;      // (V, D) real, scaled; adds; absent: frozen head
-  void check_shapes() const;
+  double gradient_scale;                // 1 / label tokens of the global batch
+  Tensor loss;                          // (1) real; adds, not scaled
+  Tensor dhidden;                       // (T, D), scaled; written; absent (with dweight): loss only
+  Tensor dweight;                       // (V, D) real, scaled; adds; absent: frozen head
+  static constexpr std::int32_t kIgnored = -100;
+
+  void check_shapes() const {
+    const auto T = hidden.shape[0], D = hidden.shape[1], V = weight.shape[0];
+    const auto storage = hidden.dtype, real = real_of(storage);
+    check(hidden.shape.rank() == 2 && (storage == DType::f32 || storage == DType::f64 || storage == DType::bf16),
+          "cross_entropy: hidden is not (T, D) of a storage type", {{"rank", hidden.shape.rank()}, {"dtype", int(storage)}});
+    check(weight.shape == Shape{V, D} && V >= 1 && weight.dtype == storage, "cross_entropy: weight is not (V, D) as hidden",
+          {{"V", V}, {"D", D}, {"width", weight.shape[1]}, {"dtype", int(weight.dtype)}});
+    check(labels.shape == Shape{T} && labels.dtype == DType::i32, "cross_entropy: labels are not (T) i32",
+          {{"T", T}, {"labels", labels.count()}, {"dtype", int(labels.dtype)}});
+    check(seq_chunk >= 1 && vocab_chunk >= 1, "cross_entropy: a chunk is not positive",
+          {{"seq_chunk", seq_chunk}, {"vocab_chunk", vocab_chunk}});
+    check(loss.shape == Shape{1} && loss.dtype == real, "cross_entropy: loss is not (1) real",
+          {{"loss", loss.count()}, {"dtype", int(loss.dtype)}});
+    check(!dhidden.present() || (dhidden.shape == hidden.shape && dhidden.dtype == storage),
+          "cross_entropy: dhidden does not fit hidden",
+          {{"T", T}, {"D", D}, {"rows", dhidden.shape[0]}, {"width", dhidden.shape[1]}, {"dtype", int(dhidden.dtype)}});
+    check(!dweight.present() || (dweight.shape == weight.shape && dweight.dtype == real),
+          "cross_entropy: dweight is not (V, D) real",
+          {{"V", V}, {"D", D}, {"rows", dweight.shape[0]}, {"width", dweight.shape[1]}, {"dtype", int(dweight.dtype)}});
+    check(dhidden.present() || !dweight.present(), "cross_entropy: dweight without dhidden", {{"T", T}});
+  }
+
+  // The temporaries of one block of tokens and vocabulary, in real.
+  struct Scratch {
+    Tensor token;    // (s) i64, where the rows of the block come from
+    Tensor running;  // (3, s) maximum, sum of exponentials, logit of the label
+    Tensor hidden;   // (s, D)
+    Tensor logits;   // (s, v)
+    Tensor weight;   // (v, D); absent where weight itself is real
+    Tensor dhidden;  // (s, D); absent for loss only
+  };
+  Scratch take_scratch(Context& ctx) const {
+    const auto s = std::min(seq_chunk, hidden.shape[0]), v = std::min(vocab_chunk, weight.shape[0]), D = hidden.shape[1];
+    const auto real = real_of(hidden.dtype);
+    auto& stack = ctx.scratch;
+    Scratch taken;
+    taken.token = stack.take(DType::i64, {s});
+    taken.running = stack.take(real, {3, s});
+    taken.hidden = stack.take(real, {s, D});
+    taken.logits = stack.take(real, {s, v});
+    if (weight.dtype != real) taken.weight = stack.take(real, {v, D});
+    if (dhidden.present()) taken.dhidden = stack.take(real, {s, D});
+    return taken;
+  }
 };
 
 namespace cpu {
