@@ -4,8 +4,10 @@
 // document ends only by `documents`; the stream's tail shorter than S is the last window, so no token is lost. Without packing a
 // window is at most S tokens of one document. Epoch e visits the windows in an order that is a permutation keyed by (seed, e);
 // shuffle false keeps the stream's order. Sequence n is window order(n mod W) of epoch n / W.
-// labels[t] is the token after t where that lies in the same document (also past the window's end), else -100; a token file's own
-// labels replace the ids. There is no padding.
+// labels[t] is the token after t where that lies in the same document (also past the window's end), else -100. A token file's own
+// labels stand beside its tokens, as Hugging Face data has them, and replace the ids: labels[t] is the file's label of the token
+// after t. There is no padding. Hidden files of a folder (names that begin with a dot) and empty files of a folder are skipped.
+// A path that does not exist is a fault of the job; bad contents are a fault of the run. One thread may read at a time.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -23,14 +25,14 @@ struct DataOptions {
   bool packing = true;
   bool shuffle = true;
   std::uint64_t seed = 0;
-  std::int64_t vocab_size = 0;     // ids outside are an error that names file and position
+  std::int64_t vocab_size = 0;  // ids outside are an error that names file and position
 };
 
 struct Batch {
-  std::vector<std::int32_t> tokens;      // (T)
-  std::vector<std::int32_t> labels;      // (T), -100: ignored
-  std::vector<std::int64_t> sequences;   // (B+1) offsets of the sequences
-  std::vector<std::int64_t> documents;   // (N+1) offsets of the documents; holds all of `sequences`
+  std::vector<std::int32_t> tokens;     // (T)
+  std::vector<std::int32_t> labels;     // (T), -100: ignored
+  std::vector<std::int64_t> sequences;  // (B+1) offsets of the sequences
+  std::vector<std::int64_t> documents;  // (N+1) offsets of the documents; holds all of `sequences`
   std::int64_t label_count() const;
 };
 
@@ -38,8 +40,8 @@ class BatchSource {
  public:
   explicit BatchSource(const DataOptions& options);  // opens and checks the files
   ~BatchSource();
-  std::int64_t tokens() const;         // of the stream
-  std::int64_t windows() const;        // W, sequences of an epoch
+  std::int64_t tokens() const;                               // of the stream
+  std::int64_t windows() const;                              // W, sequences of an epoch
   Batch read(std::int64_t first, std::int64_t count) const;  // sequences first .. first + count - 1 of the run
   // H(next byte | byte) of the stream in nats, from its own counts: what a model without memory can reach at best.
   double order1_entropy() const;

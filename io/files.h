@@ -1,0 +1,51 @@
+// files.h -- plain files: read whole, replaced whole, appended to, listed and summed up; every failure names the path and its
+// cause.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "memory/handle.h"
+
+namespace moetrain::io {
+
+void close_descriptor(int descriptor) noexcept;
+using Descriptor = Handle<int, close_descriptor, -1>;
+
+std::string read_text(const std::string& path);
+
+// The file is the old one or the new one at any moment, also after a power cut: written beside, synced, renamed, folder synced.
+void write_text_atomically(const std::string& path, std::string_view text);
+
+void sync_file(const std::string& path);    // returns when its bytes are on the disk
+void sync_folder(const std::string& path);  // returns when its names are on the disk
+
+struct Checksum {
+  std::uint32_t crc32 = 0;  // zlib's, over all bytes
+  std::int64_t bytes = 0;
+  bool operator==(const Checksum&) const = default;
+};
+Checksum checksum_of_file(const std::string& path);
+
+// Regular files below a folder, at any depth, in the order of their paths. Symbolic links are skipped, so that no file is met
+// twice.
+std::vector<std::string> files_of_folder(const std::string& path);
+
+std::int64_t free_bytes(const std::string& path);  // what an ordinary user may still write on the disk that holds path
+
+// A file opened and closed for one read, because a folder may hold more files than a process may keep open.
+void read_bytes(const std::string& path, std::int64_t begin, std::int64_t count, std::uint8_t* out);
+
+// Appends whole pieces; each has reached the operating system when append returns, so it survives the end of the process.
+class AppendFile {
+ public:
+  explicit AppendFile(const std::string& path);
+  void append(std::string_view text);
+
+ private:
+  std::string path_;
+  Descriptor file_;
+};
+
+}  // namespace moetrain::io
