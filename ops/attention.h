@@ -1,4 +1,19 @@
-// attention.h -- dense causal softmax attention over heads [nope | extra], keys and values expanded from the latent (MLA, unabsorbed).
+// attention.h -- dense causal softmax attention over heads [nope | extra], keys and values expanded from the latent (MLA,
+// unabsorbed).
+//
+//   q = [qn | qe] and kv = [kn | v] a head; s runs over the positions of t's document with s <= t
+//   z[t,n,s]  = scale * ( qn[t,n].kn[s,n] + qe[t,n].k_extra[s] )
+//   lse[t,n]  = log sum_s exp z[t,n,s]                     A[t,n,s] = exp( z[t,n,s] - lse[t,n] )
+//   o[t,n]    = sum_s A[t,n,s] v[s,n]                      probability[t, s - start] = mean_n A[t,n,s]
+//
+//   dz[t,n,s] = scale * A[t,n,s] * ( do[t,n].v[s,n] - o[t,n].do[t,n] )
+//   dqn[t,n]  = sum_s dz[t,n,s] kn[s,n]                    dqe[t,n] = sum_s dz[t,n,s] k_extra[s]
+//   dkn[s,n]  = sum_t dz[t,n,s] qn[t,n]                    dk_extra[s] = sum_{t,n} dz[t,n,s] qe[t,n]
+//   dv[s,n]   = sum_t A[t,n,s] do[t,n]
+//
+// Every output is written, nothing adds, nothing may alias. Scores, softmax and sums are real; what is stored in the storage type
+// is rounded once. Nothing is rotated; no gradient goes through probability. Repeatable, and for any number of threads the same
+// bits.
 #pragma once
 #include "ops/context.h"
 #include "ops/documents.h"
@@ -11,11 +26,33 @@ struct AttentionForward {
   ConstTensor k_extra;  // (T, He), shared by all heads; He may be 0
   double scale;
   Documents documents;
-  Tensor o;             // (T, N, Hv)
-  Tensor lse;           // (T, N) real, natural log of the sum of exp of the scaled scores; kept for backward
-  Tensor probability;   // (T, W) real, mean over heads of what t gives to position (start of its document + column), W >= longest
-                        // document, columns past t are 0; absent: not wanted
-  void check_shapes() const;
+  Tensor o;            // (T, N, Hv)
+  Tensor lse;          // (T, N) real, natural log of the sum of exp of the scaled scores; kept for backward
+  Tensor probability;  // (T, W) real, mean over heads of what t gives to position (start of its document + column), W >= longest
+                       // document, columns past t are 0; absent: not wanted
+  void check_shapes() const {
+    check(q.shape.rank() == 3 && kv.shape.rank() == 3 && k_extra.shape.rank() == 2,
+          "attention: q, kv, k_extra are not of rank 3, 3, 2",
+          {{"q", q.shape.rank()}, {"kv", kv.shape.rank()}, {"k_extra", k_extra.shape.rank()}});
+    const auto T = q.shape[0], N = q.shape[1], He = k_extra.shape[1], Hn = q.shape[2] - He, Hv = kv.shape[2] - Hn;
+    check(N >= 1 && Hn >= 1 && Hv >= 1, "attention: no head, or q or kv too narrow",
+          {{"N", N}, {"Hn", Hn}, {"He", He}, {"Hv", Hv}});
+    check(kv.shape == Shape{T, N, Hn + Hv}, "attention: kv is not (T, N, Hn + Hv)", {{"T", T}, {"N", N}, {"kv", kv.count()}});
+    check(k_extra.shape == Shape{T, He}, "attention: k_extra is not (T, He)", {{"T", T}, {"rows", k_extra.shape[0]}});
+    check(o.shape == Shape{T, N, Hv}, "attention: o is not (T, N, Hv)", {{"T", T}, {"N", N}, {"Hv", Hv}, {"o", o.count()}});
+    check(lse.shape == Shape{T, N}, "attention: lse is not (T, N)", {{"T", T}, {"N", N}, {"lse", lse.count()}});
+    documents.check_cover(T);
+    const auto type = q.dtype, real = real_of(type);
+    check(kv.dtype == type && k_extra.dtype == type && o.dtype == type, "attention: q, kv, k_extra, o are not of one type",
+          {{"q", int(type)}, {"kv", int(kv.dtype)}, {"k_extra", int(k_extra.dtype)}, {"o", int(o.dtype)}});
+    check(lse.dtype == real, "attention: lse is not real", {{"q", int(type)}, {"lse", int(lse.dtype)}});
+    if (!probability.present()) return;
+    check(probability.shape.rank() == 2 && probability.shape[0] == T && probability.shape[1] >= documents.longest(),
+          "attention: probability is not (T, W), W the longest document or more",
+          {{"T", T}, {"longest", documents.longest()}, {"probability", probability.count()}});
+    check(probability.dtype == real, "attention: probability is not real",
+          {{"q", int(type)}, {"probability", int(probability.dtype)}});
+  }
 };
 
 struct AttentionBackward {
@@ -27,10 +64,32 @@ struct AttentionBackward {
   ConstTensor lse;      // (T, N) real
   double scale;
   Documents documents;
-  Tensor dq;            // (T, N, Hn + He)
-  Tensor dkv;           // (T, N, Hn + Hv)
-  Tensor dk_extra;      // (T, He)
-  void check_shapes() const;
+  Tensor dq;        // (T, N, Hn + He)
+  Tensor dkv;       // (T, N, Hn + Hv)
+  Tensor dk_extra;  // (T, He)
+  void check_shapes() const {
+    check(q.shape.rank() == 3 && kv.shape.rank() == 3 && k_extra.shape.rank() == 2,
+          "attention: q, kv, k_extra are not of rank 3, 3, 2",
+          {{"q", q.shape.rank()}, {"kv", kv.shape.rank()}, {"k_extra", k_extra.shape.rank()}});
+    const auto T = q.shape[0], N = q.shape[1], He = k_extra.shape[1], Hn = q.shape[2] - He, Hv = kv.shape[2] - Hn;
+    check(N >= 1 && Hn >= 1 && Hv >= 1, "attention: no head, or q or kv too narrow",
+          {{"N", N}, {"Hn", Hn}, {"He", He}, {"Hv", Hv}});
+    check(kv.shape == Shape{T, N, Hn + Hv}, "attention: kv is not (T, N, Hn + Hv)", {{"T", T}, {"N", N}, {"kv", kv.count()}});
+    check(k_extra.shape == Shape{T, He}, "attention: k_extra is not (T, He)", {{"T", T}, {"rows", k_extra.shape[0]}});
+    check(o.shape == Shape{T, N, Hv} && do_.shape == o.shape, "attention: o or do is not (T, N, Hv)",
+          {{"T", T}, {"N", N}, {"Hv", Hv}, {"o", o.count()}, {"do", do_.count()}});
+    check(lse.shape == Shape{T, N}, "attention: lse is not (T, N)", {{"T", T}, {"N", N}, {"lse", lse.count()}});
+    check(dq.shape == q.shape && dkv.shape == kv.shape && dk_extra.shape == k_extra.shape, "attention: a gradient does not fit",
+          {{"dq", dq.count()}, {"dkv", dkv.count()}, {"dk_extra", dk_extra.count()}});
+    documents.check_cover(T);
+    const auto type = q.dtype;
+    check(kv.dtype == type && k_extra.dtype == type && o.dtype == type && do_.dtype == type,
+          "attention: q, kv, k_extra, o, do are not of one type",
+          {{"q", int(type)}, {"kv", int(kv.dtype)}, {"k_extra", int(k_extra.dtype)}, {"o", int(o.dtype)}, {"do", int(do_.dtype)}});
+    check(dq.dtype == type && dkv.dtype == type && dk_extra.dtype == type, "attention: a gradient is not of q's type",
+          {{"q", int(type)}, {"dq", int(dq.dtype)}, {"dkv", int(dkv.dtype)}, {"dk_extra", int(dk_extra.dtype)}});
+    check(lse.dtype == real_of(type), "attention: lse is not real", {{"q", int(type)}, {"lse", int(lse.dtype)}});
+  }
 };
 
 namespace cpu {

@@ -1,0 +1,283 @@
+// attention_test.cpp -- dense attention against numbers worked by hand, explicit softmax, its own slope, separate documents, and
+// f64.
+#include "ops/attention.h"
+
+#include <omp.h>
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "tests/support/catch.h"
+#include "tests/support/compare.h"
+#include "tests/support/slope.h"
+#include "tests/support/tensors.h"
+
+namespace moetrain::test {
+namespace {
+
+using Starts = std::vector<std::int64_t>;
+
+// Inputs, outputs and gradients of one call.
+struct Problem {
+  std::int64_t T, N, Hn, He, Hv, W;
+  double scale;
+  Starts starts;
+  Tensor q, kv, k_extra, dout;
+  Tensor o, lse, probability, dq, dkv, dk_extra;
+
+  Problem(Bench& bench, DType type, std::int64_t heads, std::int64_t nope, std::int64_t extra, std::int64_t value, Starts documents)
+      : T(documents.back()),
+        N(heads),
+        Hn(nope),
+        He(extra),
+        Hv(value),
+        W(ops::Documents{documents}.longest() + 2),
+        scale(0.7),
+        starts(std::move(documents)) {
+    q = bench.normal(type, {T, N, Hn + He});
+    kv = bench.normal(type, {T, N, Hn + Hv});
+    k_extra = bench.normal(type, {T, He});
+    dout = bench.normal(type, {T, N, Hv});
+    outputs(bench, type);
+  }
+  void outputs(Bench& bench, DType type) {
+    o = bench.empty(type, {T, N, Hv});
+    lse = bench.empty(real_of(type), {T, N});
+    probability = bench.empty(real_of(type), {T, W});
+    dq = bench.empty(type, q.shape);
+    dkv = bench.empty(type, kv.shape);
+    dk_extra = bench.empty(type, k_extra.shape);
+  }
+  Problem as(Bench& bench, DType type) const {  // the same inputs, outputs of its own
+    Problem p = *this;
+    p.q = bench.as(type, q), p.kv = bench.as(type, kv), p.k_extra = bench.as(type, k_extra), p.dout = bench.as(type, dout);
+    p.outputs(bench, type);
+    return p;
+  }
+  void forward(Bench& bench, bool with_probability = true) const {
+    ops::attention(bench.context(), ops::AttentionForward{.q = q,
+                                                          .kv = kv,
+                                                          .k_extra = k_extra,
+                                                          .scale = scale,
+                                                          .documents = {starts},
+                                                          .o = o,
+                                                          .lse = lse,
+                                                          .probability = with_probability ? probability : Tensor{}});
+  }
+  void backward(Bench& bench) const {
+    ops::attention(bench.context(), ops::AttentionBackward{.do_ = dout,
+                                                           .q = q,
+                                                           .kv = kv,
+                                                           .k_extra = k_extra,
+                                                           .o = o,
+                                                           .lse = lse,
+                                                           .scale = scale,
+                                                           .documents = {starts},
+                                                           .dq = dq,
+                                                           .dkv = dkv,
+                                                           .dk_extra = dk_extra});
+  }
+};
+
+TEST_CASE("attention of two positions weighs them as worked by hand", "[ops][cpu]") {
+  Bench bench;
+  Problem p(bench, DType::f64, 1, 1, 1, 1, {0, 2});
+  p.scale = 0.5;
+  p.q = bench.of(DType::f64, {2, 1, 2}, {1, 1, 2, 4});
+  // position 1 scores 0.5 * (2 * 0 + 4 * 0) = 0 against the first and 0.5 * (2 * ln 9 - 4 * ln 3 / 2) = ln 3 against itself
+  const double ln3 = std::log(3.0);
+  p.kv = bench.of(DType::f64, {2, 1, 2}, {0, 10, 2 * ln3, 30});
+  p.k_extra = bench.of(DType::f64, {2, 1}, {0, -ln3 / 2});
+  p.forward(bench);
+  CHECK(difference(values_of(p.o), {10, 25}, 1e-14) == "");
+  CHECK(difference(values_of(p.lse), {0, std::log(4.0)}, 1e-14) == "");
+  CHECK(difference(values_of(p.probability), {1, 0, 0, 0, 0.25, 0.75, 0, 0}, 1e-14) == "");
+  CHECK(bench.guards_hold());
+}
+
+TEST_CASE("attention equals an explicit softmax over the earlier positions of the document", "[ops][cpu]") {
+  const auto extra = GENERATE(std::int64_t(0), std::int64_t(3));
+  Bench bench(std::uint64_t(extra) + 11);
+  const Problem p(bench, DType::f64, 3, 5, extra, 4, {0, 1, 1, 80, 227});
+  p.forward(bench);
+  std::vector<double> o(std::size_t(p.o.count())), lse(std::size_t(p.lse.count())), mean(std::size_t(p.probability.count()));
+  for (std::size_t d = 0; d + 1 < p.starts.size(); ++d)
+    for (std::int64_t t = p.starts[d]; t < p.starts[d + 1]; ++t)
+      for (std::int64_t n = 0; n < p.N; ++n) {
+        std::vector<double> z;
+        double sum = 0;
+        for (std::int64_t s = p.starts[d]; s <= t; ++s) {
+          double dot = 0;
+          for (std::int64_t h = 0; h < p.Hn; ++h)
+            dot += Bench::get(p.q, (t * p.N + n) * (p.Hn + p.He) + h) * Bench::get(p.kv, (s * p.N + n) * (p.Hn + p.Hv) + h);
+          for (std::int64_t h = 0; h < p.He; ++h)
+            dot += Bench::get(p.q, (t * p.N + n) * (p.Hn + p.He) + p.Hn + h) * Bench::get(p.k_extra, s * p.He + h);
+          z.push_back(std::exp(p.scale * dot));
+          sum += z.back();
+        }
+        lse[std::size_t(t * p.N + n)] = std::log(sum);
+        for (std::size_t i = 0; i < z.size(); ++i) {
+          mean[std::size_t(t * p.W) + i] += z[i] / sum / double(p.N);
+          for (std::int64_t h = 0; h < p.Hv; ++h)
+            o[std::size_t((t * p.N + n) * p.Hv + h)] +=
+                z[i] / sum * Bench::get(p.kv, ((p.starts[d] + std::int64_t(i)) * p.N + n) * (p.Hn + p.Hv) + p.Hn + h);
+        }
+      }
+  CHECK(difference(values_of(p.o), o, 1e-12) == "");
+  CHECK(difference(values_of(p.lse), lse, 1e-12) == "");
+  CHECK(difference(values_of(p.probability), mean, 1e-12) == "");
+  for (std::int64_t t = 0; t < p.T; ++t) {
+    double sum = 0;
+    for (std::int64_t i = 0; i < p.W; ++i) sum += Bench::get(p.probability, t * p.W + i);
+    CHECK(std::abs(sum - 1) <= 1e-12);
+  }
+  const auto o_with = bench.copy(p.o);
+  p.forward(bench, false);
+  CHECK(difference(p.o, o_with, 1e-14) == "");
+  CHECK(bench.guards_hold());
+}
+
+TEST_CASE("attention backward is the slope of attention forward", "[ops][cpu]") {
+  const auto extra = GENERATE(std::int64_t(0), std::int64_t(3));
+  const auto starts = GENERATE(Starts{0, 1}, Starts{0, 5, 6, 13}, Starts{0, 70});
+  CAPTURE(extra, starts.back());
+  Bench bench(21);
+  const Problem p(bench, DType::f64, 2, 5, extra, 4, starts);
+  const auto f = [&] {
+    p.forward(bench, false);
+    return weighted_sum(p.o, p.dout);
+  };
+  f();
+  p.backward(bench);
+  const double alone = p.T == 1 ? 1e-9 : 0;  // one position attends to itself whatever the scores: no slope
+  CHECK(slope_difference(f, p.q, p.dq, 1e-7, alone) == "");
+  CHECK(slope_difference(f, p.kv, p.dkv, 1e-7) == "");
+  if (extra > 0) CHECK(slope_difference(f, p.k_extra, p.dk_extra, 1e-7, alone) == "");
+  CHECK(bench.guards_hold());
+}
+
+TEST_CASE("attention of packed documents is that of each alone", "[ops][cpu]") {
+  Bench bench(31);
+  const Problem packed(bench, DType::f64, 2, 6, 2, 3, {0, 67, 77, 177});
+  packed.forward(bench);
+  packed.backward(bench);
+  for (std::size_t d = 0; d + 1 < packed.starts.size(); ++d) {
+    const auto begin = packed.starts[d], end = packed.starts[d + 1];
+    Problem alone(bench, DType::f64, 2, 6, 2, 3, {0, end - begin});
+    alone.q = bench.copy(packed.q.rows(begin, end)), alone.kv = bench.copy(packed.kv.rows(begin, end));
+    alone.k_extra = bench.copy(packed.k_extra.rows(begin, end)), alone.dout = bench.copy(packed.dout.rows(begin, end));
+    alone.forward(bench);
+    alone.backward(bench);
+    CHECK(difference(packed.o.rows(begin, end), alone.o, 1e-13) == "");
+    CHECK(difference(packed.lse.rows(begin, end), alone.lse, 1e-13) == "");
+    CHECK(difference(packed.dq.rows(begin, end), alone.dq, 1e-12) == "");
+    CHECK(difference(packed.dkv.rows(begin, end), alone.dkv, 1e-12) == "");
+    CHECK(difference(packed.dk_extra.rows(begin, end), alone.dk_extra, 1e-12) == "");
+    for (std::int64_t t = begin; t < end; ++t)
+      CHECK(difference(packed.probability.rows(t, t + 1).reshape({packed.W}).rows(0, alone.W),
+                       alone.probability.rows(t - begin, t - begin + 1).reshape({alone.W}), 1e-13) == "");
+  }
+}
+
+TEST_CASE("attention of a document keeps its bits when another one and later positions change, or the number of threads",
+          "[ops][cpu]") {
+  const auto type = GENERATE(DType::f32, DType::bf16);
+  Bench bench(41);
+  const Problem p(bench, type, 2, 8, 4, 8, {0, 90, 170, 200});
+  p.forward(bench);
+  p.backward(bench);
+  const auto same = [](ConstTensor a, ConstTensor b) { return std::memcmp(a.data, b.data, std::size_t(a.bytes())) == 0; };
+  Problem again = p.as(bench, type);
+  const int threads = omp_get_max_threads();
+  omp_set_num_threads(threads == 1 ? 3 : 1);
+  again.forward(bench);
+  again.backward(bench);
+  omp_set_num_threads(threads);
+  CHECK((same(again.o, p.o) && same(again.probability, p.probability) && same(again.dq, p.dq) && same(again.dkv, p.dkv) &&
+         same(again.dk_extra, p.dk_extra)));
+
+  for (const auto t : {std::int64_t(3), std::int64_t(180)}) {
+    Bench::set(again.q, t * p.q.shape.row(), 9);
+    Bench::set(again.kv, t * p.kv.shape.row() + 1, -9);
+    Bench::set(again.kv, t * p.kv.shape.row() + p.Hn, -9);
+    Bench::set(again.k_extra, t * p.He, 9);
+  }
+  again.forward(bench);
+  again.backward(bench);
+  CHECK(!same(again.o.rows(0, 90), p.o.rows(0, 90)));
+  for (const auto& [changed, kept] : {std::pair{again.o, p.o},
+                                      {again.lse, p.lse},
+                                      {again.probability, p.probability},
+                                      {again.dq, p.dq},
+                                      {again.dkv, p.dkv},
+                                      {again.dk_extra, p.dk_extra}})
+    CHECK(same(changed.rows(90, 170), kept.rows(90, 170)));
+  CHECK(same(again.o.rows(0, 3), p.o.rows(0, 3)));
+  CHECK(same(again.o.rows(170, 180), p.o.rows(170, 180)));
+}
+
+TEST_CASE("attention in f32 and bf16 is within rounding of f64 on the same inputs", "[ops][cpu]") {
+  const auto type = GENERATE(DType::f32, DType::bf16);
+  const auto starts = GENERATE(Starts{0, 1}, Starts{0, 3, 4, 200, 331});
+  CAPTURE(name_of(type), starts.back());
+  Bench bench(51);
+  const Problem got(bench, type, 3, 17, 5, 11, starts);
+  Problem want = got.as(bench, DType::f64);
+  const double stored = type == DType::bf16 ? 4e-3 : 1e-5, real = 3e-6, meant = got.T == 1 ? stored : 0;
+  got.forward(bench);
+  want.forward(bench);
+  CHECK(difference(got.o, want.o, type == DType::bf16 ? 4e-3 : 3e-6) == "");
+  CHECK(difference(got.lse, want.lse, real) == "");
+  CHECK(difference(got.probability, want.probability, 1e-5) == "");
+  want.o = bench.as(DType::f64, got.o), want.lse = bench.as(DType::f64, got.lse);  // inputs of backward: the same, as rounded
+  got.backward(bench);
+  want.backward(bench);
+  CHECK(difference(got.dq, want.dq, stored, meant) == "");
+  CHECK(difference(got.dkv, want.dkv, stored) == "");
+  CHECK(difference(got.dk_extra, want.dk_extra, stored, meant) == "");
+  CHECK(bench.guards_hold());
+}
+
+TEST_CASE("attention stays finite where scores are far beyond the range of exp", "[ops][cpu]") {
+  Bench bench(61);
+  Problem p(bench, DType::f32, 2, 4, 2, 3, {0, 40});
+  p.scale = 300;
+  p.forward(bench);
+  p.backward(bench);
+  const Problem want = p.as(bench, DType::f64);
+  want.forward(bench);
+  CHECK(difference(p.o, want.o, 1e-2) == "");
+  for (const auto& t : {p.dq, p.dkv, p.dk_extra})
+    for (const double v : values_of(t)) CHECK(std::isfinite(v));
+}
+
+TEST_CASE("attention takes zero rows and refuses what does not fit", "[ops][cpu]") {
+  Bench bench(71);
+  const auto f64 = DType::f64;
+  const Problem none(bench, f64, 2, 3, 1, 2, {0});
+  none.forward(bench);
+  none.backward(bench);
+  Problem p(bench, f64, 2, 3, 1, 2, {0, 2, 5});
+  const auto refused = [&](auto change) {
+    Problem broken = p;
+    change(broken);
+    CHECK_THROWS_AS(broken.forward(bench), Error);
+    CHECK_THROWS_AS(broken.backward(bench), Error);
+  };
+  refused([&](Problem& b) { b.kv = bench.zeros(f64, {5, 1, 5}); });
+  refused([&](Problem& b) { b.k_extra = bench.zeros(f64, {4, 1}); });
+  refused([&](Problem& b) { b.k_extra = bench.zeros(f64, {5, 4}); });
+  refused([&](Problem& b) { b.o = bench.zeros(f64, {5, 2, 3}); });
+  refused([&](Problem& b) { b.lse = bench.zeros(DType::f32, {5, 2}); });
+  refused([&](Problem& b) { b.kv = bench.zeros(DType::f32, {5, 2, 5}); });
+  refused([&](Problem& b) { b.starts = {0, 2, 4}; });
+  refused([&](Problem& b) { b.starts = {0, 6, 5}; });
+  p.probability = bench.zeros(f64, {5, 2});  // the longest document has three
+  CHECK_THROWS_AS(p.forward(bench), Error);
+  p.dkv = bench.zeros(f64, {5, 2, 4});
+  CHECK_THROWS_AS(p.backward(bench), Error);
+}
+
+}  // namespace
+}  // namespace moetrain::test
