@@ -1,5 +1,23 @@
 // sparse_attention.h -- softmax attention over a selected set of positions a query, in the latent space (MLA, absorbed).
+//
+//   qe = the last He columns of q; s runs over the positions in row t of indices, -1 left out
+//   z[t,n,s]      = scale * ( q_latent[t,n].latent[s] + qe[t,n].k_extra[s] )
+//   lse[t,n]      = log sum_s exp z[t,n,s]                 A[t,n,s] = exp( z[t,n,s] - lse[t,n] )
+//   o_latent[t,n] = sum_s A[t,n,s] latent[s]               probability[t,j] = mean_n A[t,n,indices[t,j]]
+//
+//   dz[t,n,s]      = scale * A[t,n,s] * ( do_latent[t,n].latent[s] - o_latent[t,n].do_latent[t,n] )
+//   dq_latent[t,n] = sum_s dz[t,n,s] latent[s]             dqe[t,n] = sum_s dz[t,n,s] k_extra[s]
+//   dlatent[s]     = sum_{t,n} ( dz[t,n,s] q_latent[t,n] + A[t,n,s] do_latent[t,n] )
+//   dk_extra[s]    = sum_{t,n} dz[t,n,s] qe[t,n]
+//
+// The indices of a row may come in any order, -1 may stand anywhere, a position stands there once at most. The row itself says what
+// is causal and inside the document: nothing else masks. A row without any position gives o_latent = 0, lse = -inf, probability = 0
+// and no gradient. Outputs are written (of dq the last He columns, the rest is left alone), nothing adds, nothing may alias.
+// Scores, softmax and sums are real, dlatent and dk_extra are summed over queries before they are rounded. No gradient goes through
+// probability. Repeatable on the CPU, and for any number of threads the same bits.
 #pragma once
+#include <limits>
+
 #include "ops/context.h"
 
 namespace moetrain::ops {
@@ -11,10 +29,41 @@ struct SparseAttentionForward {
   ConstTensor k_extra;   // (T, He), shared by all heads; He may be 0
   ConstTensor indices;   // (T, K) i32, positions in 0..T-1 of the same document; -1: empty slot
   double scale;
-  Tensor o_latent;       // (T, N, C)
-  Tensor lse;            // (T, N) real; kept for backward
-  Tensor probability;    // (T, K) real, mean over heads, 0 at empty slots; absent: not wanted
-  void check_shapes() const;
+  Tensor o_latent;     // (T, N, C)
+  Tensor lse;          // (T, N) real; kept for backward
+  Tensor probability;  // (T, K) real, mean over heads, 0 at empty slots; absent: not wanted
+  void check_shapes() const {
+    check(q_latent.shape.rank() == 3 && q.shape.rank() == 3 && k_extra.shape.rank() == 2 && indices.shape.rank() == 2,
+          "sparse_attention: q_latent, q, k_extra, indices are not of rank 3, 3, 2, 2",
+          {{"q_latent", q_latent.shape.rank()},
+           {"q", q.shape.rank()},
+           {"k_extra", k_extra.shape.rank()},
+           {"indices", indices.shape.rank()}});
+    const auto T = q_latent.shape[0], N = q_latent.shape[1], C = q_latent.shape[2], He = k_extra.shape[1];
+    check(N >= 1 && C >= 1 && T <= std::numeric_limits<std::int32_t>::max(), "sparse_attention: sizes",
+          {{"T", T}, {"N", N}, {"C", C}});
+    check(q.shape[0] == T && q.shape[1] == N && q.shape[2] >= He, "sparse_attention: q is not (T, N, Hn + He)",
+          {{"T", T}, {"N", N}, {"He", He}, {"q", q.count()}});
+    check(latent.shape == Shape{T, C}, "sparse_attention: latent is not (T, C)", {{"T", T}, {"C", C}, {"latent", latent.count()}});
+    check(k_extra.shape[0] == T, "sparse_attention: k_extra is not (T, He)", {{"T", T}, {"rows", k_extra.shape[0]}});
+    check(indices.shape[0] == T, "sparse_attention: indices is not (T, K)", {{"T", T}, {"rows", indices.shape[0]}});
+    check(o_latent.shape == q_latent.shape, "sparse_attention: o_latent is not (T, N, C)",
+          {{"T", T}, {"N", N}, {"C", C}, {"o_latent", o_latent.count()}});
+    check(lse.shape == Shape{T, N}, "sparse_attention: lse is not (T, N)", {{"T", T}, {"N", N}, {"lse", lse.count()}});
+    const auto type = q.dtype, real = real_of(type);
+    check(q_latent.dtype == type && latent.dtype == type && k_extra.dtype == type && o_latent.dtype == type,
+          "sparse_attention: q_latent, q, latent, k_extra, o_latent are not of one type",
+          {{"q", int(type)},
+           {"q_latent", int(q_latent.dtype)},
+           {"latent", int(latent.dtype)},
+           {"k_extra", int(k_extra.dtype)},
+           {"o_latent", int(o_latent.dtype)}});
+    check(indices.dtype == DType::i32 && lse.dtype == real, "sparse_attention: indices is not i32 or lse not real",
+          {{"indices", int(indices.dtype)}, {"lse", int(lse.dtype)}});
+    if (probability.present())
+      check(probability.shape == indices.shape && probability.dtype == real, "sparse_attention: probability is not (T, K) real",
+            {{"T", T}, {"K", indices.shape[1]}, {"probability", probability.count()}, {"dtype", int(probability.dtype)}});
+  }
 };
 
 struct SparseAttentionBackward {
@@ -27,11 +76,53 @@ struct SparseAttentionBackward {
   ConstTensor o_latent;   // (T, N, C)
   ConstTensor lse;        // (T, N) real
   double scale;
-  Tensor dq_latent;       // (T, N, C)
-  Tensor dq;              // (T, N, Hn + He), written: the last He columns
-  Tensor dlatent;         // (T, C)
-  Tensor dk_extra;        // (T, He)
-  void check_shapes() const;
+  Tensor dq_latent;  // (T, N, C)
+  Tensor dq;         // (T, N, Hn + He), written: the last He columns
+  Tensor dlatent;    // (T, C)
+  Tensor dk_extra;   // (T, He)
+  void check_shapes() const {
+    check(q_latent.shape.rank() == 3 && q.shape.rank() == 3 && k_extra.shape.rank() == 2 && indices.shape.rank() == 2,
+          "sparse_attention: q_latent, q, k_extra, indices are not of rank 3, 3, 2, 2",
+          {{"q_latent", q_latent.shape.rank()},
+           {"q", q.shape.rank()},
+           {"k_extra", k_extra.shape.rank()},
+           {"indices", indices.shape.rank()}});
+    const auto T = q_latent.shape[0], N = q_latent.shape[1], C = q_latent.shape[2], He = k_extra.shape[1];
+    check(N >= 1 && C >= 1 && T <= std::numeric_limits<std::int32_t>::max(), "sparse_attention: sizes",
+          {{"T", T}, {"N", N}, {"C", C}});
+    check(q.shape[0] == T && q.shape[1] == N && q.shape[2] >= He, "sparse_attention: q is not (T, N, Hn + He)",
+          {{"T", T}, {"N", N}, {"He", He}, {"q", q.count()}});
+    check(latent.shape == Shape{T, C}, "sparse_attention: latent is not (T, C)", {{"T", T}, {"C", C}, {"latent", latent.count()}});
+    check(k_extra.shape[0] == T, "sparse_attention: k_extra is not (T, He)", {{"T", T}, {"rows", k_extra.shape[0]}});
+    check(indices.shape[0] == T, "sparse_attention: indices is not (T, K)", {{"T", T}, {"rows", indices.shape[0]}});
+    check(do_latent.shape == q_latent.shape && o_latent.shape == q_latent.shape,
+          "sparse_attention: o_latent or do_latent is not (T, N, C)",
+          {{"T", T}, {"N", N}, {"C", C}, {"o_latent", o_latent.count()}, {"do_latent", do_latent.count()}});
+    check(lse.shape == Shape{T, N}, "sparse_attention: lse is not (T, N)", {{"T", T}, {"N", N}, {"lse", lse.count()}});
+    check(dq_latent.shape == q_latent.shape && dq.shape == q.shape && dlatent.shape == latent.shape &&
+              dk_extra.shape == k_extra.shape,
+          "sparse_attention: a gradient does not fit",
+          {{"dq_latent", dq_latent.count()}, {"dq", dq.count()}, {"dlatent", dlatent.count()}, {"dk_extra", dk_extra.count()}});
+    const auto type = q.dtype;
+    check(q_latent.dtype == type && latent.dtype == type && k_extra.dtype == type && o_latent.dtype == type &&
+              do_latent.dtype == type,
+          "sparse_attention: inputs are not of one type",
+          {{"q", int(type)},
+           {"q_latent", int(q_latent.dtype)},
+           {"latent", int(latent.dtype)},
+           {"k_extra", int(k_extra.dtype)},
+           {"o_latent", int(o_latent.dtype)},
+           {"do_latent", int(do_latent.dtype)}});
+    check(dq_latent.dtype == type && dq.dtype == type && dlatent.dtype == type && dk_extra.dtype == type,
+          "sparse_attention: a gradient is not of q's type",
+          {{"q", int(type)},
+           {"dq_latent", int(dq_latent.dtype)},
+           {"dq", int(dq.dtype)},
+           {"dlatent", int(dlatent.dtype)},
+           {"dk_extra", int(dk_extra.dtype)}});
+    check(indices.dtype == DType::i32 && lse.dtype == real_of(type), "sparse_attention: indices is not i32 or lse not real",
+          {{"indices", int(indices.dtype)}, {"lse", int(lse.dtype)}});
+  }
 };
 
 namespace cpu {

@@ -1,0 +1,199 @@
+// sparse_attention.cpp -- gathers the rows a query selected, then it is a small dense attention of all heads over them.
+#include "ops/sparse_attention.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "ops/cpu/gemm.h"
+#include "ops/cpu/real_output.h"
+
+namespace moetrain::ops::cpu {
+namespace {
+
+// Gradients of keys are summed in a fixed number of lanes, so that the order of sums does not follow the number of threads.
+constexpr std::int64_t kLanes = 8, kRowsATurn = 16;  // lane l takes the rows t with (t / kRowsATurn) % kLanes == l
+
+struct Sizes {
+  std::int64_t T, N, C, He, Hq, K;
+  std::int64_t width() const { return C + He; }  // of a key: latent, then extra
+  template <class Args>
+  explicit Sizes(const Args& a)
+      : T(a.q.shape[0]), N(a.q.shape[1]), C(a.q_latent.shape[2]), He(a.k_extra.shape[1]), Hq(a.q.shape[2]), K(a.indices.shape[1]) {}
+  bool worth_threads() const { return double(T) * double(K) * double(N) * double(width()) > 1e5; }
+};
+
+void check_indices(const std::int32_t* indices, std::int64_t count, std::int64_t T) {
+  for (std::int64_t i = 0; i < count; ++i)
+    check(-1 <= indices[i] && indices[i] < T, "sparse_attention: an index is no position",
+          {{"at", i}, {"index", indices[i]}, {"T", T}});
+}
+
+// What is read of one query, gathered: its own rows of all heads and the keys of its filled slots.
+template <class T>
+struct Query {
+  using R = acc_t<T>;
+  std::int64_t filled = 0;
+  std::int32_t* slot;  // (K) slot of a filled key
+  R* q;                // (N, C + He)
+  R* keys;             // (filled, C + He)
+  R* z;                // (N, filled)
+  R* dz;               // (N, filled), backward
+  R* dout;             // (N, C), backward
+  R* dkeys;            // (filled, C + He), backward
+  static std::int64_t reals_needed(const Sizes& s, bool backward) {
+    return s.N * s.width() + s.K * s.width() + s.N * s.K + (backward ? s.N * s.K + s.N * s.C + s.K * s.width() : 0);
+  }
+  Query(const Sizes& s, R* scratch, std::int32_t* slots)
+      : slot(slots),
+        q(scratch),
+        keys(q + s.N * s.width()),
+        z(keys + s.K * s.width()),
+        dz(z + s.N * s.K),
+        dout(dz + s.N * s.K),
+        dkeys(dout + s.N * s.C) {}
+
+  template <class Args>
+  void gather(const Sizes& s, const Args& a, std::int64_t t) {
+    const T *q_latent = a.q_latent.template as<T>() + t * s.N * s.C, *q_all = a.q.template as<T>() + t * s.N * s.Hq;
+    const T *latent = a.latent.template as<T>(), *k_extra = a.k_extra.template as<T>();
+    const std::int32_t* indices = a.indices.template as<std::int32_t>() + t * s.K;
+    for (std::int64_t n = 0; n < s.N; ++n) {
+      R* to = q + n * s.width();
+      for (std::int64_t c = 0; c < s.C; ++c) to[c] = R(q_latent[n * s.C + c]);
+      for (std::int64_t h = 0; h < s.He; ++h) to[s.C + h] = R(q_all[n * s.Hq + s.Hq - s.He + h]);
+    }
+    filled = 0;
+    for (std::int64_t k = 0; k < s.K; ++k) {
+      if (indices[k] < 0) continue;
+      const T *from = latent + indices[k] * s.C, *extra = k_extra + indices[k] * s.He;
+      R* to = keys + filled * s.width();
+      for (std::int64_t c = 0; c < s.C; ++c) to[c] = R(from[c]);
+      for (std::int64_t h = 0; h < s.He; ++h) to[s.C + h] = R(extra[h]);
+      slot[filled++] = std::int32_t(k);
+    }
+  }
+  void scores(const Sizes& s, R scale) {
+    gemm<R>(false, true, s.N, filled, s.width(), scale, q, s.width(), keys, s.width(), R(0), z, filled);
+  }
+};
+
+// Turns n scores into probabilities and returns their lse; of no scores it is -inf.
+template <class R>
+R softmax(R* z, std::int64_t n) {
+  if (n == 0) return -std::numeric_limits<R>::infinity();
+  R top = z[0];
+#pragma omp simd reduction(max : top)
+  for (std::int64_t s = 0; s < n; ++s) top = std::max(top, z[s]);
+  for (std::int64_t s = 0; s < n; ++s) z[s] = std::exp(z[s] - top);
+  R sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (std::int64_t s = 0; s < n; ++s) sum += z[s];
+  const R share = R(1) / sum;
+#pragma omp simd
+  for (std::int64_t s = 0; s < n; ++s) z[s] *= share;
+  return top + std::log(sum);
+}
+
+template <class T>
+void forward(Context& ctx, const SparseAttentionForward& a) {
+  using R = acc_t<T>;
+  const Sizes s(a);
+  check_indices(a.indices.as<std::int32_t>(), s.T * s.K, s.T);
+  const Scope scope(ctx.scratch);
+  const RealOutput<R> o_latent(ctx, a.o_latent);
+  R *lse = a.lse.as<R>(), *probability = a.probability.present() ? a.probability.as<R>() : nullptr;
+  const std::int64_t threads = omp_get_max_threads(), needed = Query<T>::reals_needed(s, false);
+  R* const scratch = ctx.scratch.take(DTypeOf<R>::value, {threads, needed}).template as<R>();
+  std::int32_t* const slots = ctx.scratch.take(DType::i32, {threads, s.K}).as<std::int32_t>();
+#pragma omp parallel for schedule(static) if (s.worth_threads())
+  for (std::int64_t t = 0; t < s.T; ++t) {
+    Query<T> query(s, scratch + omp_get_thread_num() * needed, slots + omp_get_thread_num() * s.K);
+    query.gather(s, a, t);
+    query.scores(s, R(a.scale));
+    const std::int64_t filled = query.filled;
+    for (std::int64_t n = 0; n < s.N; ++n) lse[t * s.N + n] = softmax(query.z + n * filled, filled);
+    gemm<R>(false, false, s.N, s.C, filled, R(1), query.z, filled, query.keys, s.width(), R(0), o_latent.data + t * s.N * s.C, s.C);
+    if (!probability) continue;
+    R* mean = probability + t * s.K;
+    std::fill(mean, mean + s.K, R(0));
+    for (std::int64_t n = 0; n < s.N; ++n)
+      for (std::int64_t k = 0; k < filled; ++k) mean[query.slot[k]] += query.z[n * filled + k] / R(s.N);
+  }
+  o_latent.round();
+}
+
+// Gradients of one query: its own are written, those of the keys it read are added to lane (T, C + He).
+template <class T, class R = acc_t<T>>
+void backward_row(const Sizes& s, const SparseAttentionBackward& a, std::int64_t t, Query<T>& query, R* lane) {
+  const T *dout = a.do_latent.as<T>() + t * s.N * s.C, *o = a.o_latent.as<T>() + t * s.N * s.C;
+  const R *lse = a.lse.as<R>() + t * s.N, scale = R(a.scale);
+  const std::int32_t* indices = a.indices.as<std::int32_t>() + t * s.K;
+  query.gather(s, a, t);
+  query.scores(s, scale);
+  const std::int64_t filled = query.filled, width = s.width();
+  for (std::int64_t i = 0; i < s.N * s.C; ++i) query.dout[i] = R(dout[i]);
+  gemm<R>(false, true, s.N, filled, s.C, R(1), query.dout, s.C, query.keys, width, R(0), query.dz, filled);
+  for (std::int64_t n = 0; n < s.N; ++n) {
+    R *p = query.z + n * filled, *dz = query.dz + n * filled, delta = 0;
+    for (std::int64_t c = 0; c < s.C; ++c) delta += R(o[n * s.C + c]) * query.dout[n * s.C + c];
+    for (std::int64_t k = 0; k < filled; ++k) p[k] = std::exp(p[k] - lse[n]);
+#pragma omp simd
+    for (std::int64_t k = 0; k < filled; ++k) dz[k] = scale * p[k] * (dz[k] - delta);
+  }
+  gemm<R>(true, false, filled, width, s.N, R(1), query.dz, filled, query.q, width, R(0), query.dkeys, width);
+  gemm<R>(true, false, filled, s.C, s.N, R(1), query.z, filled, query.dout, s.C, R(1), query.dkeys, width);
+  for (std::int64_t k = 0; k < filled; ++k) {
+    const R* from = query.dkeys + k * width;
+    R* to = lane + indices[query.slot[k]] * width;
+#pragma omp simd
+    for (std::int64_t i = 0; i < width; ++i) to[i] += from[i];
+  }
+  R* const dquery = query.q;  // the query itself was read above for the last time
+  gemm<R>(false, false, s.N, width, filled, R(1), query.dz, filled, query.keys, width, R(0), dquery, width);
+  T *dq_latent = a.dq_latent.as<T>() + t * s.N * s.C, *dq = a.dq.as<T>() + t * s.N * s.Hq;
+  for (std::int64_t n = 0; n < s.N; ++n) {
+    for (std::int64_t c = 0; c < s.C; ++c) dq_latent[n * s.C + c] = T(dquery[n * width + c]);
+    for (std::int64_t h = 0; h < s.He; ++h) dq[n * s.Hq + s.Hq - s.He + h] = T(dquery[n * width + s.C + h]);
+  }
+}
+
+template <class T>
+void backward(Context& ctx, const SparseAttentionBackward& a) {
+  using R = acc_t<T>;
+  const Sizes s(a);
+  check_indices(a.indices.as<std::int32_t>(), s.T * s.K, s.T);
+  const Scope scope(ctx.scratch);
+  const std::int64_t lanes = std::min(kLanes, (s.T + kRowsATurn - 1) / kRowsATurn), lane_size = s.T * s.width();
+  const std::int64_t threads = omp_get_max_threads(), needed = Query<T>::reals_needed(s, true);
+  R* const sums = ctx.scratch.zeros(DTypeOf<R>::value, {lanes, lane_size}).template as<R>();
+  R* const scratch = ctx.scratch.take(DTypeOf<R>::value, {threads, needed}).template as<R>();
+  std::int32_t* const slots = ctx.scratch.take(DType::i32, {threads, s.K}).as<std::int32_t>();
+#pragma omp parallel for schedule(dynamic) if (s.worth_threads())
+  for (std::int64_t lane = 0; lane < lanes; ++lane) {
+    Query<T> query(s, scratch + omp_get_thread_num() * needed, slots + omp_get_thread_num() * s.K);
+    for (std::int64_t turn = lane * kRowsATurn; turn < s.T; turn += lanes * kRowsATurn)
+      for (std::int64_t t = turn; t < std::min(turn + kRowsATurn, s.T); ++t) backward_row(s, a, t, query, sums + lane * lane_size);
+  }
+  T *dlatent = a.dlatent.as<T>(), *dk_extra = a.dk_extra.as<T>();
+#pragma omp parallel for schedule(static) if (lane_size > kWorthThreads)
+  for (std::int64_t t = 0; t < s.T; ++t) {
+    R* total = sums + t * s.width();
+    for (std::int64_t lane = 1; lane < lanes; ++lane)
+      for (std::int64_t i = 0; i < s.width(); ++i) total[i] += total[lane * lane_size + i];
+    for (std::int64_t c = 0; c < s.C; ++c) dlatent[t * s.C + c] = T(total[c]);
+    for (std::int64_t h = 0; h < s.He; ++h) dk_extra[t * s.He + h] = T(total[s.C + h]);
+  }
+}
+
+}  // namespace
+
+void sparse_attention(Context& ctx, const SparseAttentionForward& a) {
+  with_storage(a.q.dtype, [&](auto storage) { forward<decltype(storage)>(ctx, a); });
+}
+void sparse_attention(Context& ctx, const SparseAttentionBackward& a) {
+  with_storage(a.q.dtype, [&](auto storage) { backward<decltype(storage)>(ctx, a); });
+}
+
+}  // namespace moetrain::ops::cpu
