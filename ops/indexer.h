@@ -1,5 +1,24 @@
 // indexer.h -- lightning indexer: index scores, selection of the top-k keys a query, and the KL loss that trains it.
+//
+//   u[t,j,s]     = q[t,j].k[s]                             s in t's document, s <= t
+//   I[t,s]       = sum_j weights[t,j] * max(u[t,j,s], 0)
+//   indices[t,:] = the K positions s of largest I[t,s], by I descending, of equal ones (+0 equals -0) the later first; where t has
+//                  fewer than K causal positions all of them, then -1. A score that is not a number ranks last. No gradient.
+//
+//   Loss, over the key set of row t (the positions of indices[t,:], -1 left out; or without indices all causal positions):
+//   p[t,s]       = target[t,s] / max( sum_s target[t,s], 1e-10 )                pi[t,s] = softmax_s I[t,s]
+//   loss        += sum_t sum_s p[t,s] * ( log p[t,s] - log pi[t,s] )            0 log 0 = 0
+//   dI[t,s]      = gradient_scale * ( pi[t,s] - p[t,s] )                        0 in a row of one key or none
+//   du[t,j,s]    = dI[t,s] * weights[t,j] where u[t,j,s] > 0, else 0
+//   dq[t,j]      = sum_s du[t,j,s] k[s]     dk[s] = sum_{t,j} du[t,j,s] q[t,j]     dweights[t,j] = sum_s dI[t,s] max(u[t,j,s], 0)
+//
+// loss adds, the plain sum over rows without gradient_scale; dq, dk, dweights are written, for a loss scaled by gradient_scale.
+// The target is a constant and nothing flows past q, k, weights. A row of one key adds 0 to the loss (its caller counts it).
+// Nothing may alias. Scores, softmax and sums are real; dq and dk are rounded once. The scores of all pairs are never stored at
+// once. Repeatable on the CPU, and for any number of threads the same bits.
 #pragma once
+#include <limits>
+
 #include "ops/context.h"
 #include "ops/documents.h"
 
@@ -10,8 +29,23 @@ struct IndexerSelect {
   ConstTensor k;        // (T, H)
   ConstTensor weights;  // (T, J) real, already scaled by J^-1/2 H^-1/2; any sign
   Documents documents;
-  Tensor indices;       // (T, K) i32, by score descending, ties to the later position, then -1
-  void check_shapes() const;
+  Tensor indices;  // (T, K) i32, by score descending, ties to the later position, then -1
+  void check_shapes() const {
+    check(q.shape.rank() == 3 && indices.shape.rank() == 2, "indexer_select: q, indices are not of rank 3, 2",
+          {{"q", q.shape.rank()}, {"indices", indices.shape.rank()}});
+    const auto T = q.shape[0], J = q.shape[1], H = q.shape[2];
+    check(J >= 1 && H >= 1 && T <= std::numeric_limits<std::int32_t>::max(), "indexer_select: sizes",
+          {{"T", T}, {"J", J}, {"H", H}});
+    check(k.shape == Shape{T, H}, "indexer_select: k is not (T, H)", {{"T", T}, {"H", H}, {"k", k.count()}});
+    check(weights.shape == Shape{T, J}, "indexer_select: weights is not (T, J)",
+          {{"T", T}, {"J", J}, {"weights", weights.count()}});
+    check(indices.shape[0] == T && indices.shape[1] >= 1, "indexer_select: indices is not (T, K)",
+          {{"T", T}, {"indices", indices.count()}});
+    documents.check_cover(T);
+    check(k.dtype == q.dtype && weights.dtype == real_of(q.dtype) && indices.dtype == DType::i32,
+          "indexer_select: k is not of q's type, weights not real or indices not i32",
+          {{"q", int(q.dtype)}, {"k", int(k.dtype)}, {"weights", int(weights.dtype)}, {"indices", int(indices.dtype)}});
+  }
 };
 
 struct IndexerLoss {
@@ -19,14 +53,47 @@ struct IndexerLoss {
   ConstTensor k;        // (T, H)
   ConstTensor weights;  // (T, J) real, already scaled
   ConstTensor target;   // (T, W) real, head-mean attention; normalised here over the row's key set
-  ConstTensor indices;  // (T, W) i32, the key set of a row (sparse stage); absent: all causal keys, column = position - document start (dense)
+  ConstTensor indices;  // (T, W) i32, the key set of a row (sparse stage); absent: all causal keys, column = position - document
+                        // start (dense)
   Documents documents;
   double gradient_scale;  // coefficient / rows of the global batch
-  Tensor loss;          // (1) real; adds sum_t KL(target_t || softmax(score_t))
-  Tensor dq;            // (T, J, H); absent (with dk, dweights): loss only
-  Tensor dk;            // (T, H)
-  Tensor dweights;      // (T, J) real, gradient of the scaled weights
-  void check_shapes() const;
+  Tensor loss;            // (1) real; adds sum_t KL(target_t || softmax(score_t))
+  Tensor dq;              // (T, J, H); absent (with dk, dweights): loss only
+  Tensor dk;              // (T, H)
+  Tensor dweights;        // (T, J) real, gradient of the scaled weights
+  void check_shapes() const {
+    check(q.shape.rank() == 3 && target.shape.rank() == 2, "indexer_loss: q, target are not of rank 3, 2",
+          {{"q", q.shape.rank()}, {"target", target.shape.rank()}});
+    const auto T = q.shape[0], J = q.shape[1], H = q.shape[2];
+    check(J >= 1 && H >= 1 && T <= std::numeric_limits<std::int32_t>::max(), "indexer_loss: sizes", {{"T", T}, {"J", J}, {"H", H}});
+    check(k.shape == Shape{T, H}, "indexer_loss: k is not (T, H)", {{"T", T}, {"H", H}, {"k", k.count()}});
+    check(weights.shape == Shape{T, J}, "indexer_loss: weights is not (T, J)", {{"T", T}, {"J", J}, {"weights", weights.count()}});
+    documents.check_cover(T);
+    check(target.shape[0] == T && (indices.present() || target.shape[1] >= documents.longest()),
+          "indexer_loss: target is not (T, W), W the longest document or more where no indices are given",
+          {{"T", T}, {"longest", documents.longest()}, {"target", target.count()}});
+    check(loss.shape == Shape{1}, "indexer_loss: loss is not (1)", {{"loss", loss.count()}});
+    const auto type = q.dtype, real = real_of(type);
+    check(k.dtype == type && weights.dtype == real && target.dtype == real && loss.dtype == real,
+          "indexer_loss: k is not of q's type, or weights, target or loss not real",
+          {{"q", int(type)},
+           {"k", int(k.dtype)},
+           {"weights", int(weights.dtype)},
+           {"target", int(target.dtype)},
+           {"loss", int(loss.dtype)}});
+    if (indices.present())
+      check(indices.shape == target.shape && indices.dtype == DType::i32, "indexer_loss: indices does not fit target or is not i32",
+            {{"target", target.count()}, {"indices", indices.count()}, {"dtype", int(indices.dtype)}});
+    check(dq.present() == dk.present() && dq.present() == dweights.present(),
+          "indexer_loss: some gradients are absent, but not all",
+          {{"dq", dq.present()}, {"dk", dk.present()}, {"dweights", dweights.present()}});
+    if (!dq.present()) return;
+    check(dq.shape == q.shape && dk.shape == k.shape && dweights.shape == weights.shape, "indexer_loss: a gradient does not fit",
+          {{"dq", dq.count()}, {"dk", dk.count()}, {"dweights", dweights.count()}});
+    check(dq.dtype == type && dk.dtype == type && dweights.dtype == real,
+          "indexer_loss: a gradient is not of the type of its input",
+          {{"dq", int(dq.dtype)}, {"dk", int(dk.dtype)}, {"dweights", int(dweights.dtype)}});
+  }
 };
 
 namespace cpu {

@@ -1,0 +1,361 @@
+// indexer_test.cpp -- selection against a plain sort, the KL loss against numbers worked by hand, its slope, and its two stages.
+#include "ops/indexer.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "tests/support/catch.h"
+#include "tests/support/compare.h"
+#include "tests/support/slope.h"
+#include "tests/support/tensors.h"
+
+namespace moetrain::test {
+namespace {
+
+using Starts = std::vector<std::int64_t>;
+
+bool same(ConstTensor a, ConstTensor b) { return std::memcmp(a.data, b.data, std::size_t(a.bytes())) == 0; }
+
+double score(ConstTensor q, ConstTensor k, ConstTensor weights, std::int64_t t, std::int64_t s) {
+  const auto J = q.shape[1], H = q.shape[2];
+  double sum = 0;
+  for (std::int64_t j = 0; j < J; ++j) {
+    double dot = 0;
+    for (std::int64_t h = 0; h < H; ++h) dot += Bench::get(q, (t * J + j) * H + h) * Bench::get(k, s * H + h);
+    sum += Bench::get(weights, t * J + j) * std::max(dot, 0.0);
+  }
+  return sum;
+}
+
+Tensor select(Bench& bench, ConstTensor q, ConstTensor k, ConstTensor weights, const Starts& starts, std::int64_t K) {
+  const auto indices = bench.empty(DType::i32, {q.shape[0], K});
+  ops::indexer_select(bench.context(),
+                      ops::IndexerSelect{.q = q, .k = k, .weights = weights, .documents = {starts}, .indices = indices});
+  return indices;
+}
+
+// The rule as a sort: causal positions from the latest back, ordered by score and otherwise left in place.
+std::vector<double> sorted(ConstTensor q, ConstTensor k, ConstTensor weights, const Starts& starts, std::int64_t K) {
+  std::vector<double> all;
+  for (std::size_t d = 0; d + 1 < starts.size(); ++d)
+    for (std::int64_t t = starts[d]; t < starts[d + 1]; ++t) {
+      std::vector<std::pair<double, std::int64_t>> row;
+      for (std::int64_t s = t; s >= starts[d]; --s) row.emplace_back(score(q, k, weights, t, s), s);
+      std::stable_sort(row.begin(), row.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+      for (std::int64_t i = 0; i < K; ++i) all.push_back(std::size_t(i) < row.size() ? double(row[std::size_t(i)].second) : -1.0);
+    }
+  return all;
+}
+
+TEST_CASE("indexer selects by score, of equal scores the later, and fills with -1", "[ops][cpu]") {
+  Bench bench;
+  const auto f64 = DType::f64;
+  // one head of width one, q = 1, weight 1 but -1 at the last row: scores are max(k, 0), at the last row their negatives
+  const auto q = bench.of(f64, {5, 1, 1}, {1, 1, 1, 1, 1}), k = bench.of(f64, {5, 1}, {2, -3, 2, 7, -1});
+  const auto weights = bench.of(f64, {5, 1}, {1, 1, 1, 1, -1});
+  const auto indices = select(bench, q, k, weights, {0, 5}, 3);
+  CHECK(values_of(indices) == std::vector<double>{0, -1, -1, /**/ 0, 1, -1, /**/ 2, 0, 1, /**/ 3, 2, 0, /**/ 4, 1, 2});
+  CHECK(values_of(select(bench, q, k, weights, {0, 3, 5}, 3)) ==
+        std::vector<double>{0, -1, -1, /**/ 0, 1, -1, /**/ 2, 0, 1, /**/ 3, -1, -1, /**/ 4, 3, -1});
+  CHECK(bench.guards_hold());
+}
+
+TEST_CASE("indexer selection equals a plain stable sort for many seeds", "[ops][cpu]") {
+  const auto tied = GENERATE(false, true);
+  const auto type = GENERATE(DType::f64, DType::f32, DType::bf16);
+  const Starts starts{0, 1, 3, 70, 175};
+  const std::int64_t T = starts.back(), J = 3, H = 4;
+  for (std::uint64_t seed = 0; seed < 12; ++seed) {
+    CAPTURE(tied, name_of(type), seed);
+    Bench bench(seed);
+    // small whole numbers are exact in every type, and tie often; else only f64 tells neighbours apart as the sort does
+    if (!tied && type != DType::f64) continue;
+    const auto whole = [&](DType t, Shape shape) {
+      const auto x = bench.uniform(t, shape, -2, 3);
+      for (std::int64_t i = 0; i < x.count(); ++i) Bench::set(x, i, std::floor(Bench::get(x, i)));
+      return x;
+    };
+    const auto q = tied ? whole(type, {T, J, H}) : bench.normal(type, {T, J, H}),
+               k = tied ? whole(type, {T, H}) : bench.normal(type, {T, H});
+    const auto weights = tied ? whole(real_of(type), {T, J}) : bench.normal(real_of(type), {T, J});
+    for (const std::int64_t K : {1, 8, 25, 200}) {  // of up to 105 causal positions
+      const bool equal = values_of(select(bench, q, k, weights, starts, K)) == sorted(q, k, weights, starts, K);
+      CHECK(equal);
+    }
+    CHECK(bench.guards_hold());
+  }
+}
+
+TEST_CASE("indexer selection of a document keeps its bits when another one changes, and is that of the document alone",
+          "[ops][cpu]") {
+  Bench bench(5);
+  const Starts starts{0, 60, 130};
+  const auto q = bench.normal(DType::f32, {130, 4, 8}), k = bench.normal(DType::f32, {130, 8}),
+             weights = bench.normal(DType::f32, {130, 4});
+  const auto before = select(bench, q, k, weights, starts, 9);
+  auto alone = values_of(select(bench, q.rows(60, 130), k.rows(60, 130), weights.rows(60, 130), {0, 70}, 9));
+  for (auto& i : alone) i += i < 0 ? 0 : 60;
+  CHECK(values_of(before.rows(60, 130)) == alone);
+  for (std::int64_t i = 0; i < 60 * 8; ++i) Bench::set(k, i, -2 * Bench::get(k, i));
+  const auto after = select(bench, q, k, weights, starts, 9);
+  CHECK(!same(after.rows(0, 60), before.rows(0, 60)));
+  CHECK(same(after.rows(60, 130), before.rows(60, 130)));
+}
+
+TEST_CASE("indexer selection ranks a score that is not a number last", "[ops][cpu]") {
+  Bench bench;
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const auto q = bench.of(DType::f64, {3, 1, 1}, {1, 1, 1}), k = bench.of(DType::f64, {3, 1}, {1, nan, 5}),
+             weights = bench.of(DType::f64, {3, 1}, {1, 1, 1});
+  CHECK(values_of(select(bench, q, k, weights, {0, 3}, 3).rows(1, 3)) == std::vector<double>{0, 1, -1, 2, 0, 1});
+}
+
+// Inputs, the loss and the gradients of one call.
+struct Problem {
+  std::int64_t T, J, H;
+  Starts starts;
+  Tensor q, k, weights, target, indices;
+  Tensor loss, dq, dk, dweights;
+  double gradient_scale = 1;
+
+  Problem(Bench& bench, DType type, std::int64_t heads, std::int64_t width, Starts documents)
+      : T(documents.back()), J(heads), H(width), starts(std::move(documents)) {
+    q = bench.normal(type, {T, J, H});
+    k = bench.normal(type, {T, H});
+    weights = bench.normal(real_of(type), {T, J}, 0.5);
+    outputs(bench, type);
+  }
+  void outputs(Bench& bench, DType type) {
+    loss = bench.zeros(real_of(type), {1});
+    dq = bench.empty(type, q.shape);
+    dk = bench.empty(type, k.shape);
+    dweights = bench.empty(real_of(type), weights.shape);
+  }
+  void dense_target(Bench& bench, std::int64_t W) {
+    target = bench.uniform(weights.dtype, {T, W}, 0.05, 1);
+    indices = {};
+  }
+  // The same target over all causal keys, listed in another order with gaps: what the dense stage reads.
+  void list_all(Bench& bench, std::int64_t W) {
+    const auto dense = target;
+    indices = bench.filled(DType::i32, {T, W}, [](auto) { return -1; });
+    target = bench.filled(weights.dtype, {T, W}, [](auto) { return 1e3; });  // at empty slots: not to be read
+    for (std::size_t d = 0; d + 1 < starts.size(); ++d)
+      for (std::int64_t t = starts[d]; t < starts[d + 1]; ++t)
+        for (std::int64_t s = starts[d]; s <= t; ++s) {
+          const auto slot = t * W + (s - starts[d]) * 7 % W;
+          Bench::set(indices, slot, double(s));
+          Bench::set(target, slot, Bench::get(dense, t * dense.shape[1] + s - starts[d]));
+        }
+  }
+  Problem as(Bench& bench, DType type) const {
+    Problem p = *this;
+    p.q = bench.as(type, q), p.k = bench.as(type, k), p.weights = bench.as(real_of(type), weights),
+    p.target = bench.as(real_of(type), target);
+    p.outputs(bench, type);
+    return p;
+  }
+  double run(Bench& bench, bool gradients = true) const {
+    Bench::set(loss, 0, 0);
+    ops::indexer_loss(bench.context(), arguments(gradients));
+    return Bench::get(loss, 0);
+  }
+  ops::IndexerLoss arguments(bool gradients) const {
+    return {.q = q,
+            .k = k,
+            .weights = weights,
+            .target = target,
+            .indices = indices,
+            .documents = {starts},
+            .gradient_scale = gradient_scale,
+            .loss = loss,
+            .dq = gradients ? dq : Tensor{},
+            .dk = gradients ? dk : Tensor{},
+            .dweights = gradients ? dweights : Tensor{}};
+  }
+};
+
+TEST_CASE("indexer loss of two keys is the divergence worked by hand", "[ops][cpu]") {
+  Bench bench;
+  const auto f64 = DType::f64;
+  Problem p(bench, f64, 1, 1, {0, 2});
+  // row 0 has one key and adds nothing; row 1 scores (ln 3, 0): softmax (3/4, 1/4), target (2, 2) becomes halves
+  p.q = bench.of(f64, {2, 1, 1}, {1, 1});
+  p.k = bench.of(f64, {2, 1}, {std::log(3.0), -1});
+  p.weights = bench.of(f64, {2, 1}, {1, 1});
+  p.target = bench.of(f64, {2, 2}, {5, 0, 2, 2});
+  p.gradient_scale = 8;
+  Bench::set(p.loss, 0, 100);
+  ops::indexer_loss(bench.context(), p.arguments(true));
+  CHECK(difference(values_of(p.loss), {100 + 0.5 * std::log(2.0 / 3) + 0.5 * std::log(2.0)}, 1e-15) == "");
+  // dI = 8 * (3/4 - 1/2, 1/4 - 1/2) = (2, -2), and the second key's product is negative
+  CHECK(difference(values_of(p.dq), {0, 2 * std::log(3.0)}, 1e-14) == "");
+  CHECK(difference(values_of(p.dk), {2, 0}, 1e-14) == "");
+  CHECK(difference(values_of(p.dweights), {0, 2 * std::log(3.0)}, 1e-14) == "");
+  CHECK(bench.guards_hold());
+}
+
+TEST_CASE("indexer gradients are the slopes of the scaled loss, in both stages", "[ops][cpu]") {
+  const auto sparse = GENERATE(false, true);
+  const auto starts = GENERATE(Starts{0, 2}, Starts{0, 1, 8, 41});
+  CAPTURE(sparse, starts.back());
+  Bench bench(7);
+  Problem p(bench, DType::f64, 3, 5, starts);
+  p.dense_target(bench, 35);
+  p.gradient_scale = 0.3;
+  if (sparse) {
+    // a third of the keys a row, among them its own
+    p.list_all(bench, 37);
+    for (std::int64_t t = 0; t < p.T; ++t)
+      for (std::int64_t i = 0; i < 37; ++i) {
+        const auto s = std::int64_t(Bench::get(p.indices, t * 37 + i));
+        if (s >= 0 && t > 1 && (t - s) % 3 != 0) Bench::set(p.indices, t * 37 + i, -1);
+      }
+  }
+  p.run(bench);
+  const auto f = [&] { return p.gradient_scale * p.run(bench, false); };
+  // a small step, so that none of the products crosses the kink at zero
+  CHECK(slope_difference(f, p.q, p.dq, 1e-6, 0, 200, 1e-5) == "");
+  CHECK(slope_difference(f, p.k, p.dk, 1e-6, 0, 200, 1e-5) == "");
+  CHECK(slope_difference(f, p.weights, p.dweights, 1e-6, 0, 200, 1e-5) == "");
+  CHECK(bench.guards_hold());
+}
+
+TEST_CASE("indexer loss over listed keys equals the dense one when all are listed", "[ops][cpu]") {
+  Bench bench(9);
+  Problem dense(bench, DType::f64, 4, 6, {0, 1, 30, 171});
+  dense.dense_target(bench, 150);
+  Problem sparse = dense.as(bench, DType::f64);
+  sparse.list_all(bench, 151);
+  const double loss = dense.run(bench);
+  CHECK(loss > 1);
+  CHECK(std::abs(sparse.run(bench) - loss) <= 1e-11 * loss);
+  CHECK(difference(sparse.dq, dense.dq, 1e-11) == "");
+  CHECK(difference(sparse.dk, dense.dk, 1e-11) == "");
+  CHECK(difference(sparse.dweights, dense.dweights, 1e-11) == "");
+  CHECK(std::abs(sparse.run(bench, false) - loss) <= 1e-11 * loss);
+  CHECK(std::abs(dense.run(bench, false) - loss) <= 1e-14 * loss);
+  CHECK(bench.guards_hold());
+}
+
+TEST_CASE("indexer loss is zero where the target is the softmax of the scores, and does not depend on the target's scale",
+          "[ops][cpu]") {
+  Bench bench(10);
+  Problem p(bench, DType::f64, 2, 4, {0, 25});
+  p.dense_target(bench, 25);
+  const double loss = p.run(bench);
+  for (std::int64_t i = 0; i < p.target.count(); ++i) Bench::set(p.target, i, 3 * Bench::get(p.target, i));
+  CHECK(std::abs(p.run(bench) - loss) <= 1e-12 * loss);
+  for (std::int64_t t = 0; t < 25; ++t)
+    for (std::int64_t s = 0; s <= t; ++s) Bench::set(p.target, t * 25 + s, std::exp(score(p.q, p.k, p.weights, t, s)));
+  CHECK(std::abs(p.run(bench)) <= 1e-12);
+  for (const double g : values_of(p.dk)) CHECK(std::abs(g) <= 1e-12);
+}
+
+TEST_CASE("indexer loss of rows of one key or none adds nothing, and zeros in the target add nothing", "[ops][cpu]") {
+  const auto type = GENERATE(DType::f64, DType::f32, DType::bf16);
+  Bench bench(11);
+  Problem p(bench, type, 2, 3, {0, 1, 4});
+  p.indices = bench.of(DType::i32, {4, 2}, {-1, 0, -1, -1, 2, -1, 3, 1});
+  p.target = bench.of(real_of(type), {4, 2}, {0, 0, 0, 0, 0.5, 0, 1, 0});
+  const double loss = p.run(bench);
+  const double z3 = score(p.q, p.k, p.weights, 3, 3), z1 = score(p.q, p.k, p.weights, 3, 1);
+  CHECK(difference({loss}, {std::log1p(std::exp(z1 - z3))}, type == DType::f64 ? 1e-14 : 1e-5) == "");
+  for (const double g : values_of(p.dq.rows(0, 3))) CHECK(g == 0);
+  for (const double g : values_of(p.dweights.rows(0, 3))) CHECK(g == 0);
+  for (const double g : values_of(p.dk.rows(2, 3))) CHECK(g == 0);
+  CHECK(bench.guards_hold());
+}
+
+TEST_CASE("indexer loss of packed documents is the sum of each alone, and one leaves the other's bits", "[ops][cpu]") {
+  const auto sparse = GENERATE(false, true);
+  Bench bench(12);
+  Problem packed(bench, DType::f64, 3, 5, {0, 50, 120});
+  packed.dense_target(bench, 70);
+  if (sparse) packed.list_all(bench, 71);
+  const double loss = packed.run(bench);
+  double sum = 0;
+  for (std::size_t d = 0; d < 2; ++d) {
+    const auto begin = packed.starts[d], end = packed.starts[d + 1];
+    Problem alone(bench, DType::f64, 3, 5, {0, end - begin});
+    alone.q = bench.copy(packed.q.rows(begin, end)), alone.k = bench.copy(packed.k.rows(begin, end));
+    alone.weights = bench.copy(packed.weights.rows(begin, end)), alone.target = bench.copy(packed.target.rows(begin, end));
+    if (sparse)
+      alone.indices = bench.filled(DType::i32, {end - begin, 71}, [&](std::int64_t i) {
+        const double s = Bench::get(packed.indices, begin * 71 + i);
+        return s < 0 ? s : s - double(begin);
+      });
+    sum += alone.run(bench);
+    CHECK(difference(packed.dq.rows(begin, end), alone.dq, 1e-11) == "");
+    CHECK(difference(packed.dk.rows(begin, end), alone.dk, 1e-11) == "");
+    CHECK(difference(packed.dweights.rows(begin, end), alone.dweights, 1e-11) == "");
+  }
+  CHECK(std::abs(loss - sum) <= 1e-12 * loss);
+  Problem changed = packed.as(bench, DType::f64);
+  for (std::int64_t i = 0; i < 50 * 5; ++i) Bench::set(changed.k, i, -2 * Bench::get(packed.k, i));
+  changed.run(bench);
+  CHECK(!same(changed.dq.rows(0, 50), packed.dq.rows(0, 50)));
+  CHECK(same(changed.dq.rows(50, 120), packed.dq.rows(50, 120)));
+  CHECK(same(changed.dk.rows(50, 120), packed.dk.rows(50, 120)));
+  CHECK(same(changed.dweights.rows(50, 120), packed.dweights.rows(50, 120)));
+}
+
+TEST_CASE("indexer loss in f32 and bf16 is within rounding of f64 on the same inputs, with the same bits for any number of threads",
+          "[ops][cpu]") {
+  const auto type = GENERATE(DType::f32, DType::bf16);
+  const auto sparse = GENERATE(false, true);
+  CAPTURE(name_of(type), sparse);
+  Bench bench(13);
+  Problem got(bench, type, 5, 11, {0, 3, 104, 305});
+  got.dense_target(bench, 201);
+  if (sparse) got.list_all(bench, 205);
+  const Problem want = got.as(bench, DType::f64), again = got.as(bench, type);
+  const double loss = got.run(bench);
+  const int threads = omp_get_max_threads();
+  omp_set_num_threads(threads == 1 ? 3 : 1);
+  CHECK(again.run(bench) == loss);
+  omp_set_num_threads(threads);
+  CHECK((same(again.dq, got.dq) && same(again.dk, got.dk) && same(again.dweights, got.dweights)));
+  CHECK(difference({loss}, {want.run(bench)}, 1e-5) == "");
+  CHECK(difference(got.dq, want.dq, type == DType::bf16 ? 4e-3 : 5e-5) == "");
+  CHECK(difference(got.dk, want.dk, type == DType::bf16 ? 4e-3 : 5e-5) == "");
+  CHECK(difference(got.dweights, want.dweights, 5e-5) == "");
+  CHECK(bench.guards_hold());
+}
+
+TEST_CASE("indexer takes zero rows and refuses what does not fit", "[ops][cpu]") {
+  Bench bench(14);
+  const auto f64 = DType::f64;
+  Problem none(bench, f64, 2, 3, {0});
+  none.dense_target(bench, 0);
+  CHECK(none.run(bench) == 0);
+  select(bench, none.q, none.k, none.weights, {0}, 2);
+  Problem p(bench, f64, 2, 3, {0, 2, 5});
+  p.dense_target(bench, 3);
+  const auto refused = [&](auto change) {
+    Problem broken = p;
+    change(broken);
+    CHECK_THROWS_AS(broken.run(bench), Error);
+  };
+  refused([&](Problem& b) { b.k = bench.zeros(f64, {4, 3}); });
+  refused([&](Problem& b) { b.weights = bench.zeros(f64, {5, 3}); });
+  refused([&](Problem& b) { b.weights = bench.zeros(DType::f32, {5, 2}); });
+  refused([&](Problem& b) { b.target = bench.zeros(f64, {5, 2}); });
+  refused([&](Problem& b) { b.indices = bench.zeros(DType::i32, {5, 2}); });
+  refused([&](Problem& b) { b.indices = bench.filled(DType::i32, {5, 3}, [](auto) { return 5; }); });
+  refused([&](Problem& b) { b.dk = {}; });
+  refused([&](Problem& b) { b.dq = bench.zeros(f64, {5, 2, 2}); });
+  refused([&](Problem& b) { b.loss = bench.zeros(f64, {2}); });
+  refused([&](Problem& b) { b.starts = {0, 2}; });
+  CHECK_THROWS_AS(select(bench, p.q, bench.zeros(f64, {5, 2}), p.weights, p.starts, 2), Error);
+  CHECK_THROWS_AS(select(bench, p.q, p.k, bench.zeros(DType::f32, {5, 2}), p.starts, 2), Error);
+  CHECK_THROWS_AS(select(bench, p.q, p.k, p.weights, p.starts, 0), Error);
+}
+
+}  // namespace
+}  // namespace moetrain::test
