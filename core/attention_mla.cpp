@@ -1,0 +1,283 @@
+// attention_mla.cpp -- the order of the latent-attention sub-layer's operators, forward and backward.
+#include "core/attention_mla.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/projection.h"
+#include "ops/attention.h"
+#include "ops/elementwise.h"
+#include "ops/indexer.h"
+#include "ops/layernorm.h"
+#include "ops/rmsnorm.h"
+#include "ops/sparse_attention.h"
+
+namespace moetrain::core {
+namespace {
+constexpr double kLatentNormEps = 1e-6;  // of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps is (the public model's code)
+}
+
+AttentionMla::AttentionMla(const ModelConfig& m, ParamTable& table, int layer, const std::string& prefix)
+    : N_(m.num_attention_heads),
+      Ql_(m.q_lora_rank.value_or(0)),
+      C_(m.kv_lora_rank),
+      Hn_(m.qk_nope_head_dim),
+      He_(m.qk_rope_head_dim),
+      Hv_(m.v_head_dim),
+      P_(N_ * Hv_),
+      dsa_(m.dsa),
+      scale_(1 / std::sqrt(double(Hn_ + He_))) {
+  const std::int64_t D = m.hidden_size;
+  auto matrix = [&](const std::string& name, std::int64_t out, std::int64_t in) {
+    return table.add({.name = prefix + name + ".weight", .shape = {out, in}, .layer = layer});
+  };
+  auto vector = [&](const std::string& name, std::int64_t width, Init init) {
+    return table.add({.name = prefix + name, .shape = {width}, .init = init, .decay = false, .layer = layer});
+  };
+  if (m.q_lora_rank) {
+    q_a_ = matrix("q_a_proj", Ql_, D);
+    q_a_norm_ = vector("q_a_layernorm.weight", Ql_, Init::one);
+    q_ = matrix("q_b_proj", N_ * (Hn_ + He_), Ql_);
+  } else {
+    q_ = matrix("q_proj", N_ * (Hn_ + He_), D);
+  }
+  kv_a_ = matrix("kv_a_proj_with_mqa", C_ + He_, D);
+  kv_a_norm_ = vector("kv_a_layernorm.weight", C_, Init::one);
+  kv_b_ = matrix("kv_b_proj", N_ * (Hn_ + Hv_), C_);
+  if (m.mla_use_output_gate) g_ = matrix("g_proj", P_, D);
+  o_ = matrix("o_proj", D, P_);
+  if (dsa_) {
+    const std::int64_t J = dsa_->index_n_heads, H = dsa_->index_head_dim;
+    index_.wq_b = matrix("indexer.wq_b", J * H, Ql_);
+    index_.wk = matrix("indexer.wk", H, D);
+    index_.k_norm = vector("indexer.k_norm.weight", H, Init::one);
+    if (dsa_->index_norm_bias) index_.k_norm_bias = vector("indexer.k_norm.bias", H, Init::zero);
+    index_.weights_proj = matrix("indexer.weights_proj", J, D);
+  }
+}
+
+bool AttentionMla::sparse(const Config& config) const { return dsa_ && config.loss.indexer_stage == IndexerStage::sparse; }
+
+std::int64_t AttentionMla::selected(const Config& config, std::int64_t longest) const {
+  return sparse(config) ? std::min(dsa_->index_topk, longest) : 0;
+}
+
+// The indexer sees x and cq as constants. Its key norm's input is kept for the loss gradient.
+AttentionMla::IndexInputs AttentionMla::index_inputs(Pass& pass, ConstTensor x, Kept& k) const {
+  const std::int64_t T = pass.T(), J = dsa_->index_n_heads, H = dsa_->index_head_dim;
+  k.ki_in = pass.keep({T, H});
+  k.ki_mean = pass.keep_real({T});
+  k.ki_r = pass.keep_real({T});
+  IndexInputs in{pass.scratch({T, J, H}), pass.scratch({T, H}), pass.scratch_real({T, J})};
+  project(pass, index_.wq_b, k.cq, in.q.reshape({T, J * H}));
+  project(pass, index_.wk, x, k.ki_in);
+  ops::layernorm(pass.ctx, ops::LayerNormForward{.x = k.ki_in,
+                                                 .w = pass.params.weight(index_.k_norm),
+                                                 .b = index_.k_norm_bias < 0 ? ConstTensor{} : pass.params.weight(index_.k_norm_bias),
+                                                 .y = in.k,
+                                                 .mean = k.ki_mean,
+                                                 .r = k.ki_r,
+                                                 .eps = dsa_->index_norm_eps});
+  project(pass, index_.weights_proj, x, in.weights);
+  ops::scale(pass.ctx, ops::Scale{.factor = 1 / std::sqrt(double(J * H)), .y = in.weights});
+  return in;
+}
+
+// The loss and, since nothing downstream changes it, its gradient in the same pass.
+void AttentionMla::index_loss(Pass& pass, const IndexInputs& in, ConstTensor probability, ConstTensor indices, Kept& k) const {
+  Scope scope(pass.ctx.scratch);
+  k.dqi = pass.keep(in.q.shape);
+  k.dki = pass.keep(in.k.shape);
+  k.dwi = pass.keep_real(in.weights.shape);
+  const Tensor unsummed = pass.ctx.scratch.zeros(pass.real(), {1});
+  ops::indexer_loss(pass.ctx, ops::IndexerLoss{.q = in.q,
+                                               .k = in.k,
+                                               .weights = in.weights,
+                                               .target = probability,
+                                               .indices = indices,
+                                               .documents = pass.batch.documents,
+                                               .gradient_scale = pass.config.loss.indexer_coefficient * pass.scales.per_token,
+                                               .loss = pass.sums() ? pass.losses.indexer : unsummed,
+                                               .dq = k.dqi,
+                                               .dk = k.dki,
+                                               .dweights = k.dwi});
+}
+
+void AttentionMla::index_backward(Pass& pass, const Kept& k) const {
+  Scope scope(pass.ctx.scratch);
+  const std::int64_t T = pass.T(), J = dsa_->index_n_heads, H = dsa_->index_head_dim;
+  project_backward(pass, index_.wq_b, k.dqi.reshape({T, J * H}), k.cq, {});
+  const Tensor dki_in = pass.scratch({T, H}), dw = pass.scratch_real({T, J});
+  ops::layernorm(pass.ctx, ops::LayerNormBackward{.dy = k.dki,
+                                                  .x = k.ki_in,
+                                                  .w = pass.params.weight(index_.k_norm),
+                                                  .mean = k.ki_mean,
+                                                  .r = k.ki_r,
+                                                  .dx = dki_in,
+                                                  .dw = pass.params.gradient(index_.k_norm),
+                                                  .db = index_.k_norm_bias < 0 ? Tensor{} : pass.params.gradient(index_.k_norm_bias)});
+  project_backward(pass, index_.wk, dki_in, k.x, {});
+  ops::copy(pass.ctx, ops::Copy{.x = k.dwi, .y = dw});
+  ops::scale(pass.ctx, ops::Scale{.factor = 1 / std::sqrt(double(J * H)), .y = dw});
+  project_backward(pass, index_.weights_proj, dw, k.x, {});
+}
+
+void AttentionMla::attend_dense(Pass& pass, Kept& k, Tensor probability) const {
+  k.kv = pass.keep({pass.T(), N_, Hn_ + Hv_});
+  project(pass, kv_b_, k.c, k.kv.reshape({pass.T(), N_ * (Hn_ + Hv_)}));
+  ops::attention(pass.ctx, ops::AttentionForward{.q = k.q,
+                                                 .kv = k.kv,
+                                                 .k_extra = k.k_extra,
+                                                 .scale = scale_,
+                                                 .documents = pass.batch.documents,
+                                                 .o = k.o.reshape({pass.T(), N_, Hv_}),
+                                                 .lse = k.lse,
+                                                 .probability = probability});
+}
+
+void AttentionMla::attend_sparse(Pass& pass, Kept& k, ConstTensor indices, Tensor probability) const {
+  k.q_latent = pass.keep({pass.T(), N_, C_});
+  k.o_latent = pass.keep({pass.T(), N_, C_});
+  project_heads(pass, kv_b_, {ops::HeadDirection::to_latent, N_, 0, Hn_, 0}, k.q, k.q_latent);
+  ops::sparse_attention(pass.ctx, ops::SparseAttentionForward{.q_latent = k.q_latent,
+                                                              .q = k.q,
+                                                              .latent = k.c,
+                                                              .k_extra = k.k_extra,
+                                                              .indices = indices,
+                                                              .scale = scale_,
+                                                              .o_latent = k.o_latent,
+                                                              .lse = k.lse,
+                                                              .probability = probability});
+  project_heads(pass, kv_b_, {ops::HeadDirection::from_latent, N_, Hn_, Hv_, 0}, k.o_latent, k.o.reshape({pass.T(), N_, Hv_}));
+}
+
+void AttentionMla::forward(Pass& pass, ConstTensor x, Kept& k, Tensor indices, Tensor y) const {
+  auto& ctx = pass.ctx;
+  Scope scope(ctx.scratch);
+  const std::int64_t T = pass.T(), q_width = N_ * (Hn_ + He_);
+  k.x = x;
+  k.q = pass.keep({T, N_, Hn_ + He_});
+  if (q_a_ >= 0) {
+    k.cq_in = pass.keep({T, Ql_});
+    k.cq = pass.keep({T, Ql_});
+    k.cq_r = pass.keep_real({T});
+    project(pass, q_a_, x, k.cq_in);
+    ops::rmsnorm(ctx, ops::RmsNormForward{.x = k.cq_in, .w = pass.params.weight(q_a_norm_), .y = k.cq, .r = k.cq_r, .eps = kLatentNormEps});
+    project(pass, q_, k.cq, k.q.reshape({T, q_width}));
+  } else {
+    project(pass, q_, x, k.q.reshape({T, q_width}));
+  }
+  k.c_in = pass.keep({T, C_});
+  k.c = pass.keep({T, C_});
+  k.c_r = pass.keep_real({T});
+  k.k_extra = pass.keep({T, He_});
+  {
+    Scope split(ctx.scratch);
+    const Tensor both = pass.scratch({T, C_ + He_});
+    project(pass, kv_a_, x, both);
+    ops::copy_columns(ctx, ops::CopyColumns{.x = both, .x_column = 0, .y = k.c_in, .y_column = 0, .width = C_});
+    ops::copy_columns(ctx, ops::CopyColumns{.x = both, .x_column = C_, .y = k.k_extra, .y_column = 0, .width = He_});
+  }
+  ops::rmsnorm(ctx, ops::RmsNormForward{.x = k.c_in, .w = pass.params.weight(kv_a_norm_), .y = k.c, .r = k.c_r, .eps = kLatentNormEps});
+
+  k.lse = pass.keep_real({T, N_});
+  k.o = pass.keep({T, P_});
+  const bool learns = dsa_ && pass.config.loss.indexer_coefficient != 0 && pass.mode != PassMode::evaluate;
+  IndexInputs in;
+  if (learns || sparse(pass.config)) in = index_inputs(pass, x, k);
+  Tensor probability;
+  if (sparse(pass.config)) {
+    if (pass.mode != PassMode::recompute)
+      ops::indexer_select(ctx, ops::IndexerSelect{.q = in.q, .k = in.k, .weights = in.weights, .documents = pass.batch.documents, .indices = indices});
+    if (learns) probability = pass.scratch_real(indices.shape);
+    attend_sparse(pass, k, indices, probability);
+  } else {
+    if (learns) probability = pass.scratch_real({T, pass.batch.documents.longest()});
+    attend_dense(pass, k, probability);
+  }
+  if (learns) index_loss(pass, in, probability, indices, k);
+
+  ConstTensor out = k.o;
+  if (g_ >= 0) {
+    k.gate = pass.keep({T, P_});
+    k.gated = pass.keep({T, P_});
+    project(pass, g_, x, k.gate);
+    ops::sigmoid_gate(ctx, ops::SigmoidGateForward{.x = k.o, .gate = k.gate, .y = k.gated});
+    out = k.gated;
+  }
+  project(pass, o_, out, y);
+}
+
+void AttentionMla::attend_dense_backward(Pass& pass, const Kept& k, ConstTensor do_, Tensor dq, Tensor dc, Tensor dk_extra) const {
+  Scope scope(pass.ctx.scratch);
+  const std::int64_t T = pass.T();
+  const Tensor dkv = pass.scratch(k.kv.shape);
+  ops::attention(pass.ctx, ops::AttentionBackward{.do_ = do_.reshape({T, N_, Hv_}),
+                                                  .q = k.q,
+                                                  .kv = k.kv,
+                                                  .k_extra = k.k_extra,
+                                                  .o = k.o.reshape({T, N_, Hv_}),
+                                                  .lse = k.lse,
+                                                  .scale = scale_,
+                                                  .documents = pass.batch.documents,
+                                                  .dq = dq,
+                                                  .dkv = dkv,
+                                                  .dk_extra = dk_extra});
+  project_backward(pass, kv_b_, dkv.reshape({T, N_ * (Hn_ + Hv_)}), k.c, dc);
+}
+
+void AttentionMla::attend_sparse_backward(Pass& pass, const Kept& k, ConstTensor indices, ConstTensor do_, Tensor dq, Tensor dc, Tensor dk_extra) const {
+  Scope scope(pass.ctx.scratch);
+  const Tensor do_latent = pass.scratch(k.o_latent.shape), dq_latent = pass.scratch(k.q_latent.shape);
+  project_heads_backward(pass, kv_b_, {ops::HeadDirection::from_latent, N_, Hn_, Hv_, 0}, do_.reshape({pass.T(), N_, Hv_}), k.o_latent, do_latent);
+  ops::sparse_attention(pass.ctx, ops::SparseAttentionBackward{.do_latent = do_latent,
+                                                               .q_latent = k.q_latent,
+                                                               .q = k.q,
+                                                               .latent = k.c,
+                                                               .k_extra = k.k_extra,
+                                                               .indices = indices,
+                                                               .o_latent = k.o_latent,
+                                                               .lse = k.lse,
+                                                               .scale = scale_,
+                                                               .dq_latent = dq_latent,
+                                                               .dq = dq,
+                                                               .dlatent = dc,
+                                                               .dk_extra = dk_extra});
+  project_heads_backward(pass, kv_b_, {ops::HeadDirection::to_latent, N_, 0, Hn_, 0}, dq_latent, k.q, dq);
+}
+
+void AttentionMla::backward(Pass& pass, const Kept& k, ConstTensor indices, ConstTensor dy, Tensor dx) const {
+  auto& ctx = pass.ctx;
+  Scope scope(ctx.scratch);
+  const std::int64_t T = pass.T(), q_width = N_ * (Hn_ + He_);
+  const Tensor do_ = pass.scratch({T, P_});
+  if (g_ >= 0) {
+    const Tensor dgate = pass.scratch({T, P_});
+    project_backward(pass, o_, dy, k.gated, do_);
+    ops::sigmoid_gate(ctx, ops::SigmoidGateBackward{.dy = do_, .x = k.o, .gate = k.gate, .dx = do_, .dgate = dgate});
+    project_backward(pass, g_, dgate, k.x, dx);
+  } else {
+    project_backward(pass, o_, dy, k.o, do_);
+    fill(ctx.device(), dx.data, 0, dx.bytes());
+  }
+  const Tensor dq = pass.scratch(k.q.shape), dc = pass.scratch({T, C_}), dk_extra = pass.scratch({T, He_});
+  if (sparse(pass.config)) attend_sparse_backward(pass, k, indices, do_, dq, dc, dk_extra);
+  else attend_dense_backward(pass, k, do_, dq, dc, dk_extra);
+  if (k.dqi.present()) index_backward(pass, k);
+
+  ops::rmsnorm(ctx, ops::RmsNormBackward{.dy = dc, .x = k.c_in, .w = pass.params.weight(kv_a_norm_), .r = k.c_r, .dx = dc, .dw = pass.params.gradient(kv_a_norm_)});
+  const Tensor both = pass.scratch({T, C_ + He_});
+  ops::copy_columns(ctx, ops::CopyColumns{.x = dc, .x_column = 0, .y = both, .y_column = 0, .width = C_});
+  ops::copy_columns(ctx, ops::CopyColumns{.x = dk_extra, .x_column = 0, .y = both, .y_column = C_, .width = He_});
+  project_backward(pass, kv_a_, both, k.x, dx, true);
+  if (q_a_ >= 0) {
+    const Tensor dcq = pass.scratch({T, Ql_});
+    project_backward(pass, q_, dq.reshape({T, q_width}), k.cq, dcq);
+    ops::rmsnorm(ctx, ops::RmsNormBackward{.dy = dcq, .x = k.cq_in, .w = pass.params.weight(q_a_norm_), .r = k.cq_r, .dx = dcq, .dw = pass.params.gradient(q_a_norm_)});
+    project_backward(pass, q_a_, dcq, k.x, dx, true);
+  } else {
+    project_backward(pass, q_, dq.reshape({T, q_width}), k.x, dx, true);
+  }
+}
+
+}  // namespace moetrain::core

@@ -1,0 +1,56 @@
+// attention_mla.h -- the full-attention sub-layer: gated multi-head latent attention, dense or over the indexer's top-k.
+//
+//   cq = RMSNorm(W_qa x), q = W_qb cq  (or q = W_q x)        [c~ | k_e] = W_kva x, c = RMSNorm(c~)
+//   dense:  [k_n | v] = W_kvb c, softmax attention                      sparse: absorbed, over the selected positions only
+//   y = W_o( o sigmoid(W_g x) ), or W_o o without an output gate
+// With dsa_config the indexer selects keys and is trained by its own KL loss: its inputs and targets are detached, so that the LM
+// loss never reaches it and its loss reaches nothing else. In the dense stage attention stays dense and the indexer learns from it.
+#pragma once
+#include <string>
+
+#include "core/params.h"
+#include "core/pass.h"
+
+namespace moetrain::core {
+
+class AttentionMla {
+ public:
+  struct Kept {
+    ConstTensor x;                    // (T, D) normed input
+    Tensor cq_in, cq, cq_r;           // (T, Ql), (T, Ql), (T) real
+    Tensor q;                         // (T, N, Hn + He)
+    Tensor c_in, c, c_r, k_extra;     // (T, C), (T, C), (T) real, (T, He)
+    Tensor kv;                        // (T, N, Hn + Hv) dense
+    Tensor q_latent, o_latent;        // (T, N, C) sparse
+    Tensor lse;                       // (T, N) real
+    Tensor o, gate, gated;            // (T, P), P = N Hv; gate and gated with an output gate
+    Tensor ki_in, ki_mean, ki_r;      // (T, Hi) before the indexer's key norm, (T) real
+    Tensor dqi, dki, dwi;             // gradients of the indexer loss: (T, J Hi), (T, Hi), (T, J) real
+  };
+  AttentionMla(const ModelConfig& model, ParamTable& table, int layer, const std::string& prefix);
+  // Columns of the selection of T tokens, longest document given; 0 without selection.
+  std::int64_t selected(const Config& config, std::int64_t longest) const;
+  // indices (T, selected) i32: chosen by this call, or given when the pass recomputes; absent without selection.
+  void forward(Pass& pass, ConstTensor x, Kept& kept, Tensor indices, Tensor y) const;
+  void backward(Pass& pass, const Kept& kept, ConstTensor indices, ConstTensor dy, Tensor dx) const;
+
+ private:
+  struct Indexer { int wq_b = -1, wk = -1, k_norm = -1, k_norm_bias = -1, weights_proj = -1; };
+  struct IndexInputs { Tensor q, k, weights; };
+  bool sparse(const Config& config) const;
+  IndexInputs index_inputs(Pass& pass, ConstTensor x, Kept& kept) const;
+  void index_loss(Pass& pass, const IndexInputs& in, ConstTensor probability, ConstTensor indices, Kept& kept) const;
+  void index_backward(Pass& pass, const Kept& kept) const;
+  void attend_dense(Pass& pass, Kept& kept, Tensor probability) const;
+  void attend_sparse(Pass& pass, Kept& kept, ConstTensor indices, Tensor probability) const;
+  void attend_dense_backward(Pass& pass, const Kept& kept, ConstTensor do_, Tensor dq, Tensor dc, Tensor dk_extra) const;
+  void attend_sparse_backward(Pass& pass, const Kept& kept, ConstTensor indices, ConstTensor do_, Tensor dq, Tensor dc, Tensor dk_extra) const;
+
+  std::int64_t N_, Ql_, C_, Hn_, He_, Hv_, P_;
+  std::optional<IndexerConfig> dsa_;
+  double scale_;
+  int q_a_ = -1, q_a_norm_ = -1, q_ = -1, kv_a_, kv_a_norm_, kv_b_, g_ = -1, o_;
+  Indexer index_;
+};
+
+}  // namespace moetrain::core

@@ -1,0 +1,40 @@
+// checkpoint.h -- what a checkpoint holds, which rank writes which rows, and loading under any layout.
+//
+//   <folder>/step_00000100/checkpoint.h5      the one view: every parameter whole under its public name, /master, /optimizer/exp_avg
+//                                             and /optimizer/exp_avg_sq likewise (virtual data sets over the shards), step, tokens,
+//                                             job, layout, checksums
+//   <folder>/step_00000100/checkpoint.crc32   bytes and checksum of checkpoint.h5 itself
+//   <folder>/step_00000100/shard_00000.h5     the rows of one rank
+//   <folder>/latest                           the name of the newest complete one
+// A checkpoint is complete or absent: written into step_N.partial, synced, renamed; `latest` moves after that, and only then older
+// ones go. Nothing of it is used before presence, size and checksum of every file have been verified.
+#pragma once
+#include <optional>
+#include <string>
+
+#include "core/trainer.h"
+
+namespace moetrain::core {
+
+inline constexpr std::int64_t kCheckpointFormat = 1;
+
+// Collective; fails on every rank or on none, and then leaves what was there. Keeps the newest `keep` (0: all).
+void save_checkpoint(Trainer& trainer, const std::string& folder, std::int64_t keep);
+
+// Collective. path: a step folder. Fails on every rank or on none, before any value is used. same_run: model, data and optimizer
+// of the job in the checkpoint must be those of this run (the layout may differ); otherwise only names, shapes and types must fit.
+void load_checkpoint(Trainer& trainer, const std::string& path, bool same_run);
+
+// The step folder that <folder>/latest names; empty when there is no checkpoint. An Error when `latest` names what is not there.
+std::string latest_checkpoint(const std::string& folder);
+
+// What stands in a checkpoint, files verified; for `moetrain inspect`.
+struct CheckpointSummary {
+  std::int64_t format = 0, step = 0, tokens = 0, sequences = 0, updates = 0, seed = 0;
+  std::string job, layout;
+  std::vector<std::string> shards;   // file names
+  std::int64_t bytes = 0;
+};
+CheckpointSummary read_checkpoint_summary(const std::string& path);
+
+}  // namespace moetrain::core

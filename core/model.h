@@ -1,0 +1,47 @@
+// model.h -- embedding, blocks, head: the whole forward and backward of one micro-batch, gathering and releasing weights around
+// each block.
+#pragma once
+#include <vector>
+
+#include "core/block.h"
+#include "core/head.h"
+#include "core/layout.h"
+
+namespace moetrain::core {
+
+class Model {
+ public:
+  Model(const ModelConfig& model, ParamTable& table);  // declares every parameter
+  // Adds the losses and balance counts of the micro-batch. In evaluate mode nothing is kept; otherwise backward must follow.
+  // logits (T, V) of any floating type: also written when present.
+  void forward(Pass& pass, const Layout& layout, Tensor logits = {});
+  void backward(Pass& pass, const Layout& layout);
+  int moe_layers() const { return moe_layers_; }
+  std::vector<int> router_biases() const;              // parameter of each MoE layer, in order
+
+ private:
+  struct LayerState {
+    std::size_t mark = 0;         // of pass.kept before the layer took anything
+    ConstTensor p_in;
+    Tensor p_out;
+    Block::Decisions decisions;
+    Block::Kept kept;
+  };
+  void gather_layer(Pass& pass, const Layout& layout, std::size_t l) const;
+  void release_layer(Pass& pass, const Layout& layout, std::size_t l) const;
+  void reduce_layer(Pass& pass, const Layout& layout, std::size_t l) const;
+
+  std::int64_t D_;
+  bool tied_;
+  int moe_layers_ = 0;
+  int embedding_;
+  std::vector<Block> blocks_;
+  std::unique_ptr<Head> head_;
+  // of the micro-batch between forward and backward
+  Bank bank_;
+  std::vector<LayerState> layers_;
+  Head::Kept head_kept_;
+  std::size_t head_mark_ = 0, start_mark_ = 0;
+};
+
+}  // namespace moetrain::core

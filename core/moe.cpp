@@ -1,0 +1,220 @@
+// moe.cpp -- the order of a MoE layer's operators and exchanges, forward and backward.
+#include "core/moe.h"
+
+#include "core/projection.h"
+#include "ops/balance.h"
+#include "ops/elementwise.h"
+#include "ops/permute.h"
+#include "ops/rmsnorm.h"
+
+namespace moetrain::core {
+
+Moe::Moe(const ModelConfig& m, ParamTable& table, int layer, int moe_index)
+    : moe_index_(moe_index),
+      D_(m.hidden_size),
+      E_(m.num_experts),
+      K_(m.num_experts_per_token),
+      F_(m.moe_intermediate_size),
+      Z_(m.expert_width()),
+      latent_(m.routed_expert_hidden_size.has_value()),
+      norm_(latent_ && m.latent_moe_use_norm),
+      norm_eps_(m.rms_norm_eps),
+      rule_{m.num_expert_group, m.topk_group, m.moe_renormalize, m.routed_scaling_factor},
+      act_(m.hidden_act),
+      beta_(m.activation_situ_beta),
+      linear_beta_(m.activation_situ_linear_beta) {
+  const std::string prefix = "model.layers." + std::to_string(layer) + ".block_sparse_moe.";
+  auto expert = [&](const char* name, std::int64_t out, std::int64_t in) {
+    return table.add({.name = prefix + "experts." + name, .shape = {E_, out, in}, .layer = layer, .unit = UnitKind::experts});
+  };
+  router_ = table.add({.name = prefix + "gate.weight", .shape = {E_, D_}, .layer = layer});
+  bias_ = table.add({.name = prefix + "gate.e_score_correction_bias",
+                     .shape = {E_},
+                     .init = Init::zero,
+                     .decay = false,
+                     .pinned = true,
+                     .layer = layer,
+                     .unit = UnitKind::router_bias,
+                     .trainable = false});
+  if (latent_) {
+    down_ = table.add({.name = prefix + "routed_expert_down_proj.weight", .shape = {Z_, D_}, .layer = layer});
+    up_ = table.add({.name = prefix + "routed_expert_up_proj.weight", .shape = {D_, Z_}, .layer = layer});
+  }
+  if (norm_) norm_id_ = table.add({.name = prefix + "routed_expert_norm.weight", .shape = {Z_}, .init = Init::one, .decay = false, .layer = layer});
+  w1_ = expert("w1", F_, Z_);
+  w2_ = expert("w2", Z_, F_);
+  w3_ = expert("w3", F_, Z_);
+  if (m.num_shared_experts > 0) shared_.emplace(m, table, layer, prefix + "shared_experts.", m.num_shared_experts * F_);
+}
+
+void Moe::route(Pass& pass, ConstTensor x, Kept& k, Tensor experts) const {
+  Scope scope(pass.ctx.scratch);
+  k.logits = pass.keep_real({pass.T(), E_});
+  k.weights = pass.keep_real({pass.T(), K_});
+  project(pass, router_, x, k.logits);
+  const Tensor cutoff = pass.scratch_real({pass.T()});
+  ops::router(pass.ctx, ops::RouterForward{.logits = k.logits,
+                                           .bias = pass.params.weight(bias_),
+                                           .rule = rule_,
+                                           .decided = pass.mode == PassMode::recompute,
+                                           .experts = experts,
+                                           .weights = k.weights,
+                                           .cutoff = cutoff});
+  if (pass.sums()) count(pass, k, experts, cutoff);
+}
+
+void Moe::count(Pass& pass, const Kept& k, ConstTensor experts, ConstTensor cutoff) const {
+  const auto& sums = pass.balance;
+  const Tensor counts = sums.counts.rows(moe_index_, moe_index_ + 1).reshape({E_});
+  ops::expert_count(pass.ctx, ops::ExpertCount{.experts = experts, .counts = counts});
+  if (sums.histogram.present())
+    ops::quantile_histogram(
+        pass.ctx, ops::QuantileHistogram{.logits = k.logits,
+                                         .cutoff = cutoff,
+                                         .bias = pass.params.weight(bias_),
+                                         .histogram = sums.histogram.rows(moe_index_, moe_index_ + 1).reshape({E_, sums.histogram.shape[2]})});
+  if (sums.global.present()) {
+    const Tensor global = sums.global.rows(moe_index_, moe_index_ + 1).reshape({E_});
+    ops::copy(pass.ctx, ops::Copy{.x = counts, .y = global});
+    pass.everyone.all_reduce(global, parallel::Reduction::sum);
+  }
+  balance_losses(pass, k, experts, pass.losses.balance, {});
+}
+
+// Adds the scaled auxiliary and z losses to `loss`, and their gradients to dlogits when it is given.
+void Moe::balance_losses(Pass& pass, const Kept& k, ConstTensor experts, Tensor loss, Tensor dlogits) const {
+  const MoeConfig& moe = pass.config.moe;
+  if (moe.balance == Balance::auxiliary) {
+    const std::int64_t whole[2] = {0, pass.T()};
+    const bool by_sequence = moe.auxiliary_scope == AuxiliaryScope::sequence;
+    const bool global = moe.auxiliary_scope == AuxiliaryScope::global_batch;
+    ops::auxiliary_loss(pass.ctx,
+                        ops::AuxiliaryLoss{.logits = k.logits,
+                                           .experts = experts,
+                                           .groups = by_sequence ? pass.batch.sequences : std::span<const std::int64_t>(whole),
+                                           .counts = global ? ConstTensor(pass.balance.global.rows(moe_index_, moe_index_ + 1).reshape({E_})) : ConstTensor{},
+                                           .scale = moe.auxiliary_coefficient *
+                                                    (by_sequence ? pass.scales.per_sequence : pass.scales.per_token * double(pass.T())),
+                                           .loss = loss,
+                                           .dlogits = dlogits});
+  }
+  if (moe.z_loss != 0)
+    ops::z_loss(pass.ctx, ops::ZLoss{.logits = k.logits, .scale = moe.z_loss * pass.scales.per_token, .loss = loss, .dlogits = dlogits});
+}
+
+void Moe::run_experts(Pass& pass, ConstTensor z, Kept& k, ConstTensor experts) const {
+  auto& ctx = pass.ctx;
+  const std::int64_t slots = pass.T() * K_;
+  k.slot_row = pass.kept.take(DType::i64, {pass.T(), K_});
+  std::vector<std::int64_t> host_counts(std::size_t(E_), slots / E_);  // on Device::dry: balanced
+  {
+    Scope scope(ctx.scratch);
+    const Tensor counts = ctx.scratch.take(DType::i64, {E_});
+    ops::sort_slots(ctx, ops::SortSlots{.experts = experts, .slot_row = k.slot_row, .counts = counts});
+    copy_to_host(ctx.device(), host_counts.data(), counts.data, counts.bytes());
+    if (ctx.device() == Device::dry)
+      for (std::int64_t e = 0; e < slots % E_; ++e) ++host_counts[std::size_t(e)];
+  }
+  k.plan = pass.exchange->plan(pass.kept, host_counts);
+  const std::int64_t R = k.plan.received();
+  k.received = pass.keep({R, Z_});
+  k.gate = pass.keep({R, F_});
+  k.up = pass.keep({R, F_});
+  k.act = pass.keep({R, F_});
+  k.returned = pass.keep({slots, Z_});
+  {
+    Scope scope(ctx.scratch);
+    const Tensor rows = pass.scratch({slots, Z_});
+    ops::spread_rows(ctx, ops::SpreadRows{.x = z, .slot_row = k.slot_row, .rows = rows});
+    pass.exchange->out(ctx, k.plan, rows, k.received);
+  }
+  project_grouped(pass, w1_, k.plan.offsets, k.received, k.gate);
+  project_grouped(pass, w3_, k.plan.offsets, k.received, k.up);
+  ops::glu(ctx, ops::GluForward{.kind = act_, .beta = beta_, .linear_beta = linear_beta_, .g = k.gate, .u = k.up, .y = k.act});
+  Scope scope(ctx.scratch);
+  const Tensor out = pass.scratch({R, Z_});
+  project_grouped(pass, w2_, k.plan.offsets, k.act, out);
+  pass.exchange->back(ctx, k.plan, out, k.returned);
+}
+
+void Moe::forward(Pass& pass, ConstTensor x, Kept& k, Tensor experts, Tensor y) const {
+  auto& ctx = pass.ctx;
+  Scope scope(ctx.scratch);
+  k.x = x;
+  route(pass, x, k, experts);
+  ConstTensor z = x;
+  if (latent_) {
+    const Tensor down = pass.scratch({pass.T(), Z_});
+    project(pass, down_, x, down);
+    z = down;
+  }
+  run_experts(pass, z, k, experts);
+  k.combined = latent_ ? pass.keep({pass.T(), Z_}) : y;
+  ops::collect_rows(ctx, ops::CollectRows{.rows = k.returned, .slot_row = k.slot_row, .weights = k.weights, .y = k.combined});
+  if (latent_) {
+    ConstTensor latent = k.combined;
+    if (norm_) {
+      k.combined_r = pass.keep_real({pass.T()});
+      k.normed = pass.keep({pass.T(), Z_});
+      ops::rmsnorm(ctx, ops::RmsNormForward{
+                            .x = k.combined, .w = pass.params.weight(norm_id_), .y = k.normed, .r = k.combined_r, .eps = norm_eps_});
+      latent = k.normed;
+    }
+    project(pass, up_, latent, y);
+  }
+  if (shared_) shared_->forward(pass, x, k.shared, y, true);
+}
+
+void Moe::run_experts_backward(Pass& pass, const Kept& k, ConstTensor dcombined, Tensor dz, Tensor dweights) const {
+  auto& ctx = pass.ctx;
+  Scope scope(ctx.scratch);
+  const std::int64_t slots = pass.T() * K_, R = k.plan.received();
+  const Tensor dslots = pass.scratch({slots, Z_}), dreceived = pass.scratch({R, Z_});
+  ops::collect_rows(ctx, ops::CollectRowsBackward{.dy = dcombined,
+                                                  .rows = k.returned,
+                                                  .slot_row = k.slot_row,
+                                                  .weights = k.weights,
+                                                  .drows = dslots,
+                                                  .dweights = dweights});
+  pass.exchange->out(ctx, k.plan, dslots, dreceived);
+  const Tensor dgate = pass.scratch({R, F_}), dup = pass.scratch({R, F_});
+  project_grouped_backward(pass, w2_, k.plan.offsets, dreceived, k.act, dgate);
+  ops::glu(ctx, ops::GluBackward{
+                    .kind = act_, .beta = beta_, .linear_beta = linear_beta_, .dy = dgate, .g = k.gate, .u = k.up, .dg = dgate, .du = dup});
+  project_grouped_backward(pass, w1_, k.plan.offsets, dgate, k.received, dreceived);
+  project_grouped_backward(pass, w3_, k.plan.offsets, dup, k.received, dreceived, true);
+  pass.exchange->back(ctx, k.plan, dreceived, dslots);
+  ops::collect_rows(ctx, ops::CollectRows{.rows = dslots, .slot_row = k.slot_row, .weights = {}, .y = dz});
+}
+
+void Moe::backward(Pass& pass, const Kept& k, ConstTensor experts, ConstTensor dy, Tensor dx) const {
+  auto& ctx = pass.ctx;
+  Scope scope(ctx.scratch);
+  if (shared_) shared_->backward(pass, k.shared, dy, dx);
+  else fill(ctx.device(), dx.data, 0, dx.bytes());
+
+  ConstTensor dcombined = dy;
+  if (latent_) {
+    const Tensor dlatent = pass.scratch({pass.T(), Z_});
+    project_backward(pass, up_, dy, norm_ ? k.normed : k.combined, dlatent);
+    if (norm_)
+      ops::rmsnorm(ctx, ops::RmsNormBackward{.dy = dlatent,
+                                             .x = k.combined,
+                                             .w = pass.params.weight(norm_id_),
+                                             .r = k.combined_r,
+                                             .dx = dlatent,
+                                             .dw = pass.params.gradient(norm_id_)});
+    dcombined = dlatent;
+  }
+  const Tensor dweights = pass.scratch_real({pass.T(), K_}), dz = pass.scratch({pass.T(), Z_});
+  run_experts_backward(pass, k, dcombined, dz, dweights);
+  if (latent_) project_backward(pass, down_, dz, k.x, dx, true);
+  else ops::add(ctx, ops::Add{.x = dz, .y = dx});
+
+  const Tensor dlogits = pass.scratch_real({pass.T(), E_}), counted = ctx.scratch.zeros(pass.real(), {1});
+  ops::router(ctx, ops::RouterBackward{.dweights = dweights, .logits = k.logits, .experts = experts, .rule = rule_, .dlogits = dlogits});
+  balance_losses(pass, k, experts, counted, dlogits);
+  project_backward(pass, router_, dlogits, k.x, dx, true);
+}
+
+}  // namespace moetrain::core

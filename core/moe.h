@@ -1,0 +1,54 @@
+// moe.h -- the latent mixture of experts: router, dispatch, experts, combine, balance, and the shared experts beside them.
+//
+//   p, e = router(W_r x)      z = W_down x (or x without a latent)      y_s = W2_e glu(W1_e z, W3_e z) for each chosen slot s
+//   r = sum_s p_s y_s (fixed order)      out = W_up RMSNorm(r) (or r) + shared(x)
+// Rows travel to their experts' ranks in the latent width, and back, with true counts.
+#pragma once
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/mlp.h"
+#include "ops/router.h"
+
+namespace moetrain::core {
+
+class Moe {
+ public:
+  struct Kept {
+    ConstTensor x;              // (T, D)
+    Tensor logits, weights;     // (T, E), (T, K) real
+    Tensor slot_row;            // (T, K) i64
+    parallel::ExchangePlan plan;
+    Tensor received;            // (R, Z) rows of the local experts, expert by expert; Z: width the experts see
+    Tensor gate, up, act;       // (R, F)
+    Tensor returned;            // (T K, Z) the experts' outputs, by slot_row
+    Tensor combined, combined_r, normed;  // (T, Z), (T) real, (T, Z)
+    Mlp::Kept shared;
+  };
+  // moe_index: which MoE layer this is, from 0; the row of the balance sums.
+  Moe(const ModelConfig& model, ParamTable& table, int layer, int moe_index);
+  Tensor take_decisions(Pass& pass) const { return pass.kept.take(DType::i32, {pass.T(), K_}); }  // experts (T, K) i32
+  void forward(Pass& pass, ConstTensor x, Kept& kept, Tensor experts, Tensor y) const;
+  void backward(Pass& pass, const Kept& kept, ConstTensor experts, ConstTensor dy, Tensor dx) const;
+  int bias() const { return bias_; }
+
+ private:
+  void route(Pass& pass, ConstTensor x, Kept& kept, Tensor experts) const;
+  void count(Pass& pass, const Kept& kept, ConstTensor experts, ConstTensor cutoff) const;
+  void balance_losses(Pass& pass, const Kept& kept, ConstTensor experts, Tensor loss, Tensor dlogits) const;
+  void run_experts(Pass& pass, ConstTensor z, Kept& kept, ConstTensor experts) const;
+  void run_experts_backward(Pass& pass, const Kept& kept, ConstTensor dcombined, Tensor dz, Tensor dweights) const;
+
+  int moe_index_;
+  std::int64_t D_, E_, K_, F_, Z_;
+  bool latent_, norm_;
+  double norm_eps_;
+  ops::RouterRule rule_;
+  ops::GluKind act_;
+  double beta_, linear_beta_;
+  int router_, bias_, down_ = -1, up_ = -1, norm_id_ = -1, w1_, w2_, w3_;
+  std::optional<Mlp> shared_;
+};
+
+}  // namespace moetrain::core

@@ -1,0 +1,59 @@
+// params.h -- the parameter table: the one truth for names, shapes, init, sharding, optimizer, checkpoint and plan.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "core/config.h"
+#include "memory/tensor.h"
+#include "parallel/shard.h"
+
+namespace moetrain::core {
+
+enum class Init : std::uint8_t {
+  normal,        // N(0, initializer_range^2)
+  one,           // norms
+  zero,          // AttnRes queries, biases
+  conv,          // U(-k^-1/2, k^-1/2), k the taps of a channel
+  a_log_log,     // log U(1, 16): softplus gate
+  dt_bias        // inverse softplus of dt = exp U(log 1e-3, log 1e-1), at least 1e-4
+};
+
+// Which kind of rank group cuts a parameter, and when it is gathered.
+enum class UnitKind : std::uint8_t { embedding, trunk, experts, head, router_bias };
+
+struct Param {
+  std::string name;       // of the public checkpoint; the experts of a layer stacked on dim 0
+  Shape shape;            // whole
+  Init init = Init::normal;
+  bool decay = true;      // weight decay: matrices, not norms, gates, convolutions, queries
+  bool pinned = false;    // kept in fp32 (fp64 in an fp64 run) when weights are bf16; its own master
+  int layer = -1;         // -1: outside the blocks
+  UnitKind unit = UnitKind::trunk;
+  bool trainable = true;
+};
+
+class ParamTable {
+ public:
+  int add(Param p);                              // its index
+  int find(const std::string& name) const;       // -1: no such parameter
+  const std::vector<Param>& all() const { return params_; }
+  const Param& operator[](int i) const { return params_[std::size_t(i)]; }
+  int size() const { return int(params_.size()); }
+  void freeze_all_but(const std::vector<std::string>& patterns);  // * and ?; a pattern that matches nothing is an Error
+  std::int64_t count() const;                    // elements
+
+ private:
+  std::vector<Param> params_;
+  std::unordered_map<std::string, int> by_name_;
+};
+
+// Element `index` (of the whole tensor, row-major) of a fresh parameter: a function of (seed, name, index) alone.
+double initial_value(const Param& p, double initializer_range, std::uint64_t seed, std::int64_t index);
+// Writes rows of the whole tensor's dim 0 into `to` (host memory, any floating type).
+void initialize_rows(const Param& p, double initializer_range, std::uint64_t seed, parallel::Rows rows, Tensor to);
+
+bool matches(const std::string& pattern, const std::string& name);  // * any run of characters, ? any one
+
+}  // namespace moetrain::core

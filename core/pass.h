@@ -1,0 +1,71 @@
+// pass.h -- what one forward or backward pass over one micro-batch has at hand; handed down from the step to every layer.
+#pragma once
+#include <span>
+
+#include "core/config.h"
+#include "ops/context.h"
+#include "ops/documents.h"
+#include "parallel/expert_exchange.h"
+#include "parallel/sharded_params.h"
+
+namespace moetrain::core {
+
+// One micro-batch of this rank, on the device.
+struct MicroBatch {
+  ConstTensor tokens;                        // (T) i32
+  ConstTensor labels;                        // (T) i32, -100: ignored
+  ops::Documents documents;                  // of the T tokens
+  std::span<const std::int64_t> sequences;   // (B+1) offsets
+  std::int64_t T() const { return tokens.shape[0]; }
+  std::int64_t B() const { return std::int64_t(sequences.size()) - 1; }
+};
+
+// One over the sizes of the global batch (all ranks, all micro-batches), so that sums over ranks and micro-batches are means.
+struct Scales {
+  double per_label = 0, per_token = 0, per_sequence = 0;
+};
+
+// Running sums of this rank over the micro-batches of a step.
+struct LossSums {
+  Tensor lm;        // (1) real, sum over labels
+  Tensor balance;   // (1) real, already scaled
+  Tensor indexer;   // (1) real, sum over rows and layers
+};
+
+// What balancing needs of a step: exact integers of this rank.
+struct BalanceSums {
+  Tensor counts;     // (moe layers, E) i64, rows an expert was given
+  Tensor histogram;  // (moe layers, E, bins) i64; absent unless balance is quantile
+  Tensor global;     // (moe layers, E) i64, counts of all ranks up to this micro-batch; absent unless the auxiliary loss wants them
+};
+
+enum class PassMode : std::uint8_t {
+  train,      // forward for a backward: sums losses and balance
+  recompute,  // forward again for a backward: nothing is summed twice, decisions are given
+  evaluate    // loss only; balance is not fed
+};
+
+struct Pass {
+  ops::Context& ctx;
+  Stack& kept;                         // what forward keeps for backward
+  parallel::ShardedParams& params;
+  parallel::ExpertExchange* exchange;  // null without experts
+  parallel::Communicator& everyone;    // the ranks that share a global batch; control messages
+  const Config& config;
+  const MicroBatch& batch;
+  Scales scales;
+  LossSums losses;
+  BalanceSums balance;
+  PassMode mode = PassMode::train;
+  DType dtype = DType::f32;            // of activations
+
+  DType real() const { return real_of(dtype); }
+  std::int64_t T() const { return batch.T(); }
+  bool sums() const { return mode == PassMode::train; }
+  Tensor keep(Shape shape) { return kept.take(dtype, shape); }
+  Tensor keep_real(Shape shape) { return kept.take(real(), shape); }
+  Tensor scratch(Shape shape) { return ctx.scratch.take(dtype, shape); }
+  Tensor scratch_real(Shape shape) { return ctx.scratch.take(real(), shape); }
+};
+
+}  // namespace moetrain::core

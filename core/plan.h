@@ -1,0 +1,46 @@
+// plan.h -- what follows from a job and a number of ranks before anything runs: parameters, bytes by rank and category, FLOPs.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/config.h"
+#include "memory/buffer.h"
+
+namespace moetrain::core {
+
+struct ParameterCounts {
+  std::int64_t total = 0;
+  std::int64_t active_per_token = 0;  // a token's share: its experts_per_token experts, everything else but the input embedding
+  std::int64_t routed_experts = 0;
+  std::int64_t trunk = 0;             // all that is not a routed expert
+  std::int64_t trainable = 0;
+};
+ParameterCounts count_parameters(const Config& config);
+
+// Multiplications and additions (2 a product) of one step's forward and backward (backward: twice forward; recomputation not
+// counted), by kind of layer, over all ranks' tokens. Attention counts causal pairs of full sequences, sparse attention the selected ones.
+struct StepFlops {
+  double kda = 0, attention = 0, indexer = 0, dense_mlp = 0, experts = 0, shared_experts = 0, latent = 0, router = 0, head = 0;
+  double total() const { return kda + attention + indexer + dense_mlp + experts + shared_experts + latent + router + head; }
+};
+StepFlops step_flops(const Config& config, std::int64_t tokens);  // tokens of the global batch
+
+struct RankPlan {
+  int rank = 0, count = 1;            // count: ranks from this one on that are alike
+  std::array<std::int64_t, kCategories> device_bytes{};  // each category's own peak in the step
+  std::int64_t device_total = 0;      // peak of their sum
+  std::array<std::int64_t, kCategories> host_bytes{};
+};
+struct Plan {
+  ParameterCounts parameters;
+  std::vector<RankPlan> ranks;
+  StepFlops flops;
+  std::int64_t tokens = 0;            // of the global batch
+  std::int64_t bytes_gathered = 0, bytes_exchanged = 0;  // a step, of rank 0
+};
+// One step run on Device::dry for each rank: balanced routing, full sequences. There is no second book of sizes.
+Plan make_plan(const Config& config);
+
+}  // namespace moetrain::core

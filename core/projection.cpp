@@ -1,0 +1,69 @@
+// projection.cpp -- weights and gradients of the table handed to the matrix ops.
+#include "core/projection.h"
+
+#include "ops/grouped_linear.h"
+#include "ops/linear.h"
+
+namespace moetrain::core {
+namespace {
+
+// The last dim is the row's width, everything before it rows.
+ConstTensor as_rows(ConstTensor x, std::int64_t width) { return x.present() ? x.reshape({width > 0 ? x.count() / width : x.shape[0], width}) : x; }
+Tensor as_rows(Tensor x, std::int64_t width) { return x.present() ? x.reshape({width > 0 ? x.count() / width : x.shape[0], width}) : x; }
+
+ConstTensor by_head(ConstTensor w, std::int64_t heads) { return w.reshape({heads, w.shape[0] / heads, w.shape[1]}); }
+Tensor by_head(Tensor w, std::int64_t heads) { return w.present() ? w.reshape({heads, w.shape[0] / heads, w.shape[1]}) : w; }
+
+}  // namespace
+
+void project(Pass& pass, int id, ConstTensor x, Tensor y, bool add) {
+  const ConstTensor w = pass.params.weight(id);
+  ops::linear(pass.ctx, ops::LinearForward{.x = as_rows(x, w.shape[1]), .w = w, .y = as_rows(y, w.shape[0]), .add = add});
+}
+
+void project_backward(Pass& pass, int id, ConstTensor dy, ConstTensor x, Tensor dx, bool add_dx) {
+  const ConstTensor w = pass.params.weight(id);
+  const Tensor dw = pass.params.gradient(id);
+  if (!dw.present() && !dx.present()) return;
+  ops::linear(pass.ctx, ops::LinearBackward{.dy = as_rows(dy, w.shape[0]),
+                                            .x = as_rows(x, w.shape[1]),
+                                            .w = w,
+                                            .dx = as_rows(dx, w.shape[1]),
+                                            .dw = dw,
+                                            .add_dx = add_dx});
+}
+
+void project_grouped(Pass& pass, int id, std::span<const std::int64_t> offsets, ConstTensor x, Tensor y) {
+  ops::grouped_linear(pass.ctx, ops::GroupedLinearForward{.x = x, .w = pass.params.weight(id), .y = y, .offsets = offsets});
+}
+
+void project_grouped_backward(Pass& pass, int id, std::span<const std::int64_t> offsets, ConstTensor dy, ConstTensor x, Tensor dx, bool add_dx) {
+  const Tensor dw = pass.params.gradient(id);
+  if (!dw.present() && !dx.present()) return;
+  ops::grouped_linear(pass.ctx, ops::GroupedLinearBackward{
+                                    .dy = dy, .x = x, .w = pass.params.weight(id), .dx = dx, .dw = dw, .offsets = offsets, .add_dx = add_dx});
+}
+
+void project_heads(Pass& pass, int id, const HeadSlice& s, ConstTensor x, Tensor y) {
+  ops::head_linear(pass.ctx, ops::HeadLinearForward{.direction = s.direction,
+                                                    .w = by_head(pass.params.weight(id), s.heads),
+                                                    .row = s.row,
+                                                    .width = s.width,
+                                                    .x = x,
+                                                    .column = s.column,
+                                                    .y = y});
+}
+
+void project_heads_backward(Pass& pass, int id, const HeadSlice& s, ConstTensor dy, ConstTensor x, Tensor dx) {
+  ops::head_linear(pass.ctx, ops::HeadLinearBackward{.direction = s.direction,
+                                                     .w = by_head(pass.params.weight(id), s.heads),
+                                                     .row = s.row,
+                                                     .width = s.width,
+                                                     .x = x,
+                                                     .column = s.column,
+                                                     .dy = dy,
+                                                     .dx = dx,
+                                                     .dw = by_head(pass.params.gradient(id), s.heads)});
+}
+
+}  // namespace moetrain::core

@@ -1,0 +1,139 @@
+// train_step.cpp -- one optimizer step: batch, forward, backward, sums over ranks, norm, update, balance.
+#include <cmath>
+
+#include "core/schedule.h"
+#include "core/trainer.h"
+#include "ops/balance.h"
+
+namespace moetrain::core {
+
+StepResult Trainer::step(std::span<const io::Batch> micro_batches) {
+  const Totals totals = count(micro_batches);
+  StepResult result;
+  result.step = progress_.step + 1;
+  result.tokens = totals.tokens;
+  result.label_tokens = totals.labels;
+  result.lr = learning_rate(config_.schedule, config_.optimizer.lr, result.step, config_.training.steps);
+  zero_sums();
+  if (totals.labels == 0) {
+    result.skipped = Skipped::no_labels;
+  } else {
+    params_->begin_step();
+    for (const io::Batch& host : micro_batches) {
+      Scope scope(kept_);
+      const MicroBatch batch = upload(host);
+      Pass pass = make_pass(batch, totals, PassMode::train);
+      model_.forward(pass, layout_);
+      model_.backward(pass, layout_);
+    }
+    params_->finish_gradients();
+    reduce_losses(totals, result);
+    result.grad_norm = optimizer_->norm(ctx_, *mesh_.world().control);
+    if (!std::isfinite(result.grad_norm) || !std::isfinite(result.loss)) result.skipped = Skipped::nonfinite;
+  }
+  reduce_counts(result);
+  if (result.skipped == Skipped::no) {
+    const double clip = config_.training.grad_clip;
+    optimizer_->update(ctx_, result.lr, clip > 0 ? std::min(1.0, clip / (result.grad_norm + 1e-6)) : 1.0);
+    update_balance(result);
+  }
+  params_->publish();
+  progress_.step = result.step;
+  progress_.sequences += config_.sequences_per_step();
+  progress_.tokens += totals.tokens;
+  return result;
+}
+
+// Counted before the first backward, so that every term of the loss has its final scale.
+Trainer::Totals Trainer::count(std::span<const io::Batch> batches) {
+  std::int64_t sums[3] = {};
+  for (const io::Batch& b : batches) {
+    sums[0] += b.label_count();
+    sums[1] += std::int64_t(b.tokens.size());
+    sums[2] += std::int64_t(b.sequences.size()) - 1;
+  }
+  mesh_.world().control->all_reduce(Tensor(sums, DType::i64, {3}), parallel::Reduction::sum);
+  return {sums[0], sums[1], sums[2]};
+}
+
+MicroBatch Trainer::upload(const io::Batch& b) {
+  const auto T = std::int64_t(b.tokens.size());
+  auto put = [&](const std::vector<std::int32_t>& host) {
+    const Tensor t = kept_.take(DType::i32, {T});
+    copy_to_device(memory_.device(), t.data, host.data(), t.bytes());
+    return t;
+  };
+  return {put(b.tokens), put(b.labels), {b.documents}, b.sequences};
+}
+
+Pass Trainer::make_pass(const MicroBatch& batch, const Totals& totals, PassMode mode) {
+  auto one_over = [](std::int64_t n) { return n > 0 ? 1 / double(n) : 0; };
+  return {.ctx = ctx_,
+          .kept = kept_,
+          .params = *params_,
+          .exchange = exchange_.get(),
+          .everyone = *mesh_.world().control,
+          .config = config_,
+          .batch = batch,
+          .scales = {one_over(totals.labels), one_over(totals.tokens), one_over(totals.sequences)},
+          .losses = {lm_.view(), balance_.view(), indexer_.view()},
+          .balance = {counts_.view(), histogram_.view(), global_counts_.view()},
+          .mode = mode,
+          .dtype = config_.run.dtype};
+}
+
+void Trainer::zero_sums() {
+  for (const OwnedTensor* t : {&lm_, &balance_, &indexer_, &counts_, &histogram_, &global_counts_})
+    fill(memory_.device(), t->view().data, 0, t->view().bytes());
+}
+
+void Trainer::reduce_losses(const Totals& totals, StepResult& result) {
+  const Tensor sums[3] = {lm_.view(), balance_.view(), indexer_.view()};
+  double values[3] = {};
+  for (int i = 0; i < 3; ++i) {
+    if (sums[i].dtype == DType::f64) {
+      copy_to_host(memory_.device(), &values[i], sums[i].data, sizeof(double));
+    } else {
+      float v = 0;
+      copy_to_host(memory_.device(), &v, sums[i].data, sizeof v);
+      values[i] = double(v);
+    }
+  }
+  mesh_.world().control->all_reduce(Tensor(values, DType::f64, {3}), parallel::Reduction::sum);
+  if (totals.labels > 0) result.loss = values[0] / double(totals.labels);
+  if (model_.moe_layers() > 0 && (config_.moe.balance == Balance::auxiliary || config_.moe.z_loss != 0)) result.balance_loss = values[1];
+  if (config_.model.dsa && config_.loss.indexer_coefficient != 0 && totals.tokens > 0) result.indexer_loss = values[2] / double(totals.tokens);
+}
+
+// Exact counts of the global batch, on every rank; the device's sums are left as they are.
+void Trainer::reduce_counts(StepResult& result) {
+  const Tensor counts = counts_.view();
+  result.expert_tokens.assign(std::size_t(counts.count()), 0);
+  copy_to_host(memory_.device(), result.expert_tokens.data(), counts.data, counts.bytes());
+  if (!result.expert_tokens.empty())
+    mesh_.world().control->all_reduce(Tensor(result.expert_tokens.data(), DType::i64, counts.shape), parallel::Reduction::sum);
+}
+
+void Trainer::update_balance(const StepResult& result) {
+  const Balance rule = config_.moe.balance;
+  if (rule != Balance::quantile && rule != Balance::sign) return;
+  if (histogram_.present()) mesh_.world().data->all_reduce(histogram_.view(), parallel::Reduction::sum);
+  const auto biases = model_.router_biases();
+  const std::int64_t E = config_.model.num_experts;
+  for (std::size_t l = 0; l < biases.size(); ++l) {
+    const auto layer = std::int64_t(l);
+    const Tensor bias = params_->stored(biases[l], {0, E});
+    if (rule == Balance::quantile) {
+      ops::quantile_update(ctx_, ops::QuantileUpdate{.histogram = histogram_.view().rows(layer, layer + 1).reshape({E, config_.moe.quantile_bins}),
+                                                     .experts_per_token = config_.model.num_experts_per_token,
+                                                     .bias = bias});
+    } else {
+      Scope scope(scratch_);
+      const Tensor counts = scratch_.take(DType::i64, {E});
+      copy_to_device(memory_.device(), counts.data, result.expert_tokens.data() + layer * E, counts.bytes());
+      ops::sign_update(ctx_, ops::SignUpdate{.counts = counts, .rate = config_.moe.sign_rate, .bias = bias});
+    }
+  }
+}
+
+}  // namespace moetrain::core

@@ -1,0 +1,105 @@
+// trainer.cpp -- bring-up of a run's state, fresh weights, and evaluation.
+#include "core/trainer.h"
+
+namespace moetrain::core {
+
+Trainer::Trainer(const Config& config, std::unique_ptr<parallel::Communicator> world, Device device, bool poison)
+    : config_(config),
+      mesh_(config.parallel.mesh(), std::move(world)),
+      memory_(device),
+      scratch_(memory_, Category::workspace, poison),
+      kept_(memory_, Category::activations, poison),
+      ctx_{scratch_},
+      model_(config.model, table_) {
+  table_.freeze_all_but(config.training.trainable);
+  layout_ = make_layout(config_, table_, mesh_);
+  params_ = std::make_unique<parallel::ShardedParams>(memory_, layout_.tensors, layout_.units, config.parallel.reshard_after_use);
+  optimizer_ = std::make_unique<Optimizer>(memory_, config.optimizer, table_, *params_);
+  const std::int64_t layers = model_.moe_layers(), E = config.model.num_experts;
+  if (layers > 0) exchange_ = std::make_unique<parallel::ExpertExchange>(*mesh_.expert().data, E);
+
+  const DType real = real_of(config.run.dtype);
+  auto own = [&](DType dtype, Shape shape) { return OwnedTensor(memory_, Category::workspace, dtype, shape); };
+  lm_ = own(real, {1});
+  balance_ = own(real, {1});
+  indexer_ = own(real, {1});
+  counts_ = own(DType::i64, {layers, E});
+  if (config.moe.balance == Balance::quantile && layers > 0) histogram_ = own(DType::i64, {layers, E, config.moe.quantile_bins});
+  if (config.moe.balance == Balance::auxiliary && config.moe.auxiliary_scope == AuxiliaryScope::global_batch)
+    global_counts_ = own(DType::i64, {layers, E});
+}
+
+void Trainer::initialize() {
+  for (int i = 0; i < table_.size(); ++i) {
+    if (memory_.device() == Device::dry) break;
+    const auto rows = params_->update_rows(i);
+    const auto first = layout_.first_row[std::size_t(i)];
+    const parallel::Rows whole{first + rows.begin, first + rows.end};
+    auto fresh = [&](Tensor to) {
+      if (!to.present()) return;
+      if (memory_.device() == Device::cpu) return initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, to);
+      std::vector<std::byte> host(std::size_t(to.bytes()));
+      initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, {host.data(), to.dtype, to.shape});
+      copy_to_device(memory_.device(), to.data, host.data(), to.bytes());
+    };
+    fresh(params_->stored(i, rows));
+    if (optimizer_->has_master(i)) fresh(optimizer_->master(i, rows));
+  }
+  params_->publish();
+}
+
+Progress Trainer::progress() const {
+  Progress p = progress_;
+  p.updates = optimizer_->updates();
+  return p;
+}
+
+void Trainer::set_progress(const Progress& p) {
+  progress_ = p;
+  optimizer_->set_updates(p.updates);
+}
+
+std::vector<io::Batch> Trainer::next_batches(const io::BatchSource& source) const {
+  const std::int64_t C = mesh_.data_coordinates(), d = mesh_.data_coordinate(), size = config_.training.micro_batch_size;
+  std::vector<io::Batch> batches;
+  for (std::int64_t m = 0; m < config_.training.gradient_accumulation; ++m)
+    batches.push_back(source.read(progress_.sequences + (m * C + d) * size, size));
+  return batches;
+}
+
+double Trainer::evaluate(const io::BatchSource& source, std::int64_t batches) {
+  const std::int64_t C = mesh_.data_coordinates(), d = mesh_.data_coordinate(), size = config_.training.micro_batch_size;
+  zero_sums();
+  std::int64_t labels = 0;
+  for (std::int64_t m = 0; m < batches; ++m) {
+    const io::Batch host = source.read((m * C + d) * size, size);
+    labels += host.label_count();
+    Scope scope(kept_);
+    const MicroBatch batch = upload(host);
+    Pass pass = make_pass(batch, {}, PassMode::evaluate);
+    model_.forward(pass, layout_);
+  }
+  StepResult result;
+  Tensor n(&labels, DType::i64, {1});
+  mesh_.world().control->all_reduce(n, parallel::Reduction::sum);
+  reduce_losses({.labels = labels}, result);
+  return result.loss;
+}
+
+double Trainer::evaluate(const io::Batch& host, Tensor logits) {
+  zero_sums();
+  std::int64_t labels = host.label_count();
+  {
+    Scope scope(kept_);
+    const MicroBatch batch = upload(host);
+    Pass pass = make_pass(batch, {}, PassMode::evaluate);
+    model_.forward(pass, layout_, logits);
+  }
+  Tensor n(&labels, DType::i64, {1});
+  mesh_.world().control->all_reduce(n, parallel::Reduction::sum);
+  StepResult result;
+  reduce_losses({.labels = labels}, result);
+  return result.loss;
+}
+
+}  // namespace moetrain::core

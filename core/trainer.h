@@ -1,0 +1,87 @@
+// trainer.h -- everything of a run that lives across steps on this rank, and one optimizer step over it (core/train_step.cpp).
+#pragma once
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "core/model.h"
+#include "core/optimizer.h"
+#include "io/batch_source.h"
+#include "parallel/mesh.h"
+
+namespace moetrain::core {
+
+enum class Skipped : std::uint8_t { no, no_labels, nonfinite };
+
+// What one step did, the same on every rank.
+struct StepResult {
+  std::int64_t step = 0;            // 1 = the first
+  double loss = 0;                  // mean over the label tokens of the global batch, before the update
+  std::optional<double> balance_loss, indexer_loss;  // empty where the job has none; indexer_loss: mean over rows, summed over layers
+  double grad_norm = 0;             // global, before clipping
+  double lr = 0;
+  std::int64_t tokens = 0, label_tokens = 0;         // of the global batch
+  std::vector<std::int64_t> expert_tokens;           // (moe layers x experts) of the global batch
+  Skipped skipped = Skipped::no;
+};
+
+struct Progress {                   // what a checkpoint holds besides tensors
+  std::int64_t step = 0, updates = 0, sequences = 0, tokens = 0;
+};
+
+class Trainer {
+ public:
+  // `world` has as many ranks as the job's mesh. Collective. Weights are uninitialised.
+  Trainer(const Config& config, std::unique_ptr<parallel::Communicator> world, Device device, bool poison = false);
+
+  void initialize();                // fresh weights, a function of the seed
+  // One step over this rank's micro-batches (as many on every rank). Collective.
+  StepResult step(std::span<const io::Batch> micro_batches);
+  // The micro-batches of this rank for the next step (house decision 4).
+  std::vector<io::Batch> next_batches(const io::BatchSource& source) const;
+  // Mean loss over label tokens of `batches` micro-batches a rank from the start of `source`; feeds nothing. Collective.
+  double evaluate(const io::BatchSource& source, std::int64_t batches);
+  // Loss of one batch of this rank, and its logits (T, V) when present; feeds nothing. Collective.
+  double evaluate(const io::Batch& batch, Tensor logits = {});
+
+  const Config& config() const { return config_; }
+  const ParamTable& table() const { return table_; }
+  const Layout& layout() const { return layout_; }
+  const Model& model() const { return model_; }
+  parallel::Mesh& mesh() { return mesh_; }
+  parallel::ShardedParams& params() { return *params_; }
+  Optimizer& optimizer() { return *optimizer_; }
+  Memory& memory() { return memory_; }
+  ops::Context& context() { return ctx_; }
+  Progress progress() const;
+  void set_progress(const Progress& p);
+
+ private:
+  struct Totals {                   // of the global batch
+    std::int64_t labels = 0, tokens = 0, sequences = 0;
+  };
+  Totals count(std::span<const io::Batch> batches);
+  MicroBatch upload(const io::Batch& batch);
+  Pass make_pass(const MicroBatch& batch, const Totals& totals, PassMode mode);
+  void zero_sums();
+  void reduce_losses(const Totals& totals, StepResult& result);
+  void reduce_counts(StepResult& result);
+  void update_balance(const StepResult& result);
+
+  Config config_;
+  parallel::Mesh mesh_;
+  Memory memory_;
+  Stack scratch_, kept_;
+  ops::Context ctx_;
+  ParamTable table_;
+  Model model_;
+  Layout layout_;
+  std::unique_ptr<parallel::ShardedParams> params_;
+  std::unique_ptr<Optimizer> optimizer_;
+  std::unique_ptr<parallel::ExpertExchange> exchange_;
+  OwnedTensor lm_, balance_, indexer_, counts_, histogram_, global_counts_;
+  Progress progress_;
+};
+
+}  // namespace moetrain::core
