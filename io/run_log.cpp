@@ -177,7 +177,8 @@ void RunLog::rebuild_h5(const std::vector<Row>& rows) {
   for (const auto& column : columns_) h5_->create_appendable(column, DType::f64, {}, kColumnChunkRows);
   if (has_experts()) {
     const std::int64_t row_bytes = layers_ * experts_ * size_of(DType::i64);
-    h5_->create_appendable(kExpertTokens, DType::i64, {layers_, experts_}, std::max<std::int64_t>(1, kExpertChunkBytes / row_bytes));
+    h5_->create_appendable(kExpertTokens, DType::i64, {layers_, experts_},
+                           std::max<std::int64_t>(1, kExpertChunkBytes / row_bytes));
   }
   std::ifstream journal(path(kJournal), std::ios::binary);
   std::string line;

@@ -1,0 +1,226 @@
+// batch_source_test.cpp -- is sequence n the same whoever asks, is every token met once an epoch, and do labels stop at documents?
+#include "io/batch_source.h"
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <map>
+
+#include "io/permutation.h"
+#include "io/token_file.h"
+#include "memory/check.h"
+#include "tests/support/catch.h"
+#include "tests/support/temp_folder.h"
+
+using namespace moetrain;
+using io::Batch;
+using io::BatchSource;
+using io::DataFormat;
+using io::DataOptions;
+using test::contains;
+using test::error_of;
+using Ids = std::vector<std::int32_t>;
+using Offsets = std::vector<std::int64_t>;
+
+namespace {
+
+DataOptions options(std::vector<std::string> paths, DataFormat format, std::int64_t S, bool packing, bool shuffle) {
+  return {std::move(paths), format, S, packing, shuffle, 42, 1000};
+}
+
+// A token file of n ascending ids, so that a window tells its place, with documents of 1 .. 7 tokens.
+std::string ascending(const test::TempFolder& folder, const std::string& name, std::int64_t first, std::int64_t n) {
+  io::TokenData data;
+  for (std::int64_t i = 0, document = 0; i < n; ++i) {
+    if (i == document) {
+      data.documents.push_back(i);
+      document += 1 + (i * 5 + first) % 7;
+    }
+    data.tokens.push_back(first + i);
+  }
+  data.vocab_size = 1000;
+  io::write_token_file(folder / name, data);
+  return folder / name;
+}
+
+}  // namespace
+
+TEST_CASE("packed windows, worked by hand", "[io][cpu]") {
+  const test::TempFolder folder;
+  folder.file("1.txt", "abc");
+  folder.file("2.txt", "d");
+  folder.file("3.txt", "efgh");
+  folder.file("0.txt", "");  // skipped
+  const BatchSource source(options({folder.path()}, DataFormat::bytes, 4, true, false));
+  // stream: a b c 256 | d 256 | e f g h 256
+  CHECK(source.tokens() == 11);
+  REQUIRE(source.windows() == 3);
+  const Batch first = source.read(0, 1);
+  CHECK(first.tokens == Ids{'a', 'b', 'c', 256});
+  CHECK(first.labels == Ids{'b', 'c', 256, -100});
+  CHECK(first.documents == Offsets{0, 4});
+  const Batch both = source.read(1, 2);
+  CHECK(both.tokens == Ids{'d', 256, 'e', 'f', 'g', 'h', 256});
+  CHECK(both.labels == Ids{256, -100, 'f', 'g', 'h', 256, -100});  // f sees g past the end of its window
+  CHECK(both.sequences == Offsets{0, 4, 7});
+  CHECK(both.documents == Offsets{0, 2, 4, 7});
+  CHECK(both.label_count() == 5);
+  const Batch wrapped = source.read(2, 2);
+  CHECK(wrapped.tokens == Ids{'g', 'h', 256, 'a', 'b', 'c', 256});
+}
+
+TEST_CASE("windows without packing never cross a document", "[io][cpu]") {
+  const test::TempFolder folder;
+  io::write_token_file(folder / "t.h5", {{1, 2, 3, 4, 5, 6, 7, 8}, {0, 1, 6}, {}, 1000, ""});
+  const BatchSource source(options({folder / "t.h5"}, DataFormat::tokens, 2, false, false));
+  REQUIRE(source.windows() == 5);  // [1] [2 3] [4 5] [6] [7 8]
+  const Batch all = source.read(0, 5);
+  CHECK(all.tokens == Ids{1, 2, 3, 4, 5, 6, 7, 8});
+  CHECK(all.labels == Ids{-100, 3, 4, 5, 6, -100, 8, -100});
+  CHECK(all.sequences == Offsets{0, 1, 3, 5, 6, 8});
+  CHECK(all.documents == all.sequences);
+}
+
+TEST_CASE("labels of a file stand beside its tokens and replace the ids", "[io][cpu]") {
+  const test::TempFolder folder;
+  io::write_token_file(folder / "a.h5", {{1, 2, 3, 4}, {0, 3}, {-100, 20, -100, 40}, 1000, ""});
+  io::write_token_file(folder / "b.h5", {{5, 6, 7}, {}, {}, 1000, ""});
+  const BatchSource source(options({folder / "a.h5", folder / "b.h5"}, DataFormat::tokens, 5, true, false));
+  const Batch all = source.read(0, 2);
+  CHECK(all.tokens == Ids{1, 2, 3, 4, 5, 6, 7});
+  CHECK(all.labels == Ids{20, -100, -100, -100, 6, 7, -100});
+  CHECK(all.label_count() == 3);
+}
+
+TEST_CASE("every epoch meets every token and every label once, in its own order", "[io][cpu]") {
+  const test::TempFolder folder;
+  const std::vector<std::string> paths = {ascending(folder, "b.h5", 0, 301), ascending(folder, "a.h5", 301, 57)};
+  const bool packing = GENERATE(true, false);
+  const std::int64_t S = GENERATE(1, 3, 16);
+  CAPTURE(packing, S);
+  const BatchSource source(options(paths, DataFormat::tokens, S, packing, true));
+  const BatchSource plain(options(paths, DataFormat::tokens, S, packing, false));
+  const auto W = source.windows();
+  std::vector<Ids> orders;
+  const Batch straight = plain.read(0, W);
+  CHECK(std::is_sorted(straight.tokens.begin(), straight.tokens.end()));
+  for (std::int64_t epoch = 0; epoch < 3; ++epoch) {
+    Batch all = source.read(epoch * W, W);
+    orders.push_back(all.tokens);
+    Ids met = all.tokens, want(358);
+    for (int i = 0; i < 358; ++i) want[std::size_t(i)] = i;
+    std::sort(met.begin(), met.end());
+    CHECK(met == want);
+    CHECK(all.label_count() == straight.label_count());
+    for (std::size_t t = 0; t < all.tokens.size(); ++t)
+      if (all.labels[t] != -100) CHECK(all.labels[t] == all.tokens[t] + 1);
+    CHECK(std::is_sorted(all.documents.begin(), all.documents.end(), std::less_equal<>()));  // strictly ascending
+    CHECK(std::includes(all.documents.begin(), all.documents.end(), all.sequences.begin(), all.sequences.end()));
+    CHECK(all.documents.back() == 358);
+  }
+  CHECK(orders[0] != orders[1]);
+  CHECK(orders[1] != orders[2]);
+  CHECK(orders[0] != straight.tokens);
+}
+
+TEST_CASE("sequence n does not depend on how the data is asked for", "[io][cpu]") {
+  const test::TempFolder folder;
+  const auto path = ascending(folder, "t.h5", 0, 500);
+  const BatchSource source(options({path}, DataFormat::tokens, 7, true, true));
+  const std::int64_t W = source.windows(), global_batch = 12;
+  const Batch whole = source.read(0, 3 * W);
+  const auto sequence = [](const Batch& b, std::int64_t i) {
+    return Ids(b.tokens.begin() + b.sequences[std::size_t(i)], b.tokens.begin() + b.sequences[std::size_t(i) + 1]);
+  };
+  // Two steps on 4 coordinates, then the run goes on with 3: together they read what one coordinate would.
+  std::map<std::int64_t, Ids> met;
+  std::int64_t consumed = 0;
+  for (const std::int64_t C : {4, 4, 3, 1}) {
+    for (std::int64_t micro = 0; micro < global_batch / C; ++micro)
+      for (std::int64_t c = 0; c < C; ++c) {
+        const std::int64_t n = consumed + micro * C + c;
+        CHECK(met.emplace(n, source.read(n, 1).tokens).second);
+      }
+    consumed += global_batch;
+  }
+  REQUIRE(std::int64_t(met.size()) == consumed);
+  for (const auto& [n, tokens] : met) CHECK(tokens == sequence(whole, n));
+  const Batch later = BatchSource(options({path}, DataFormat::tokens, 7, true, true)).read(W + 5, 3);
+  for (std::int64_t i = 0; i < 3; ++i) CHECK(sequence(later, i) == sequence(whole, W + 5 + i));
+  auto other = options({path}, DataFormat::tokens, 7, true, true);
+  other.seed = 43;
+  CHECK(BatchSource(other).read(0, W).tokens != source.read(0, W).tokens);
+}
+
+TEST_CASE("the order is one to one for every size and looks like no line", "[io][cpu]") {
+  for (std::int64_t n = 1; n <= 300; ++n) {
+    std::vector<bool> met(static_cast<std::size_t>(n), false);
+    for (std::int64_t i = 0; i < n; ++i) {
+      const auto place = io::permuted(i, n, 7, 3);
+      REQUIRE((place >= 0 && place < n));
+      REQUIRE_FALSE(met[std::size_t(place)]);
+      met[std::size_t(place)] = true;
+    }
+  }
+  // The correlation of a random order with the straight one has deviation 1 / sqrt(n).
+  const std::int64_t n = 100000;
+  double product = 0;
+  std::int64_t neighbours = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const auto place = io::permuted(i, n, 1, 0);
+    product += (double(i) - double(n - 1) / 2) * (double(place) - double(n - 1) / 2);
+    neighbours += std::abs(place - io::permuted((i + 1) % n, n, 1, 0)) == 1;
+  }
+  CHECK(std::abs(product * 12 / (double(n) * double(n) * double(n))) < 5 / std::sqrt(double(n)));
+  CHECK(neighbours < 12);  // two are expected
+  const std::int64_t large = (std::int64_t{1} << 40) + 12345;
+  CHECK(io::permuted(large - 1, large, 1, 0) < large);
+  CHECK(io::permuted(5, large, 1, 0) != io::permuted(5, large, 1, 1));
+}
+
+TEST_CASE("the entropy of the next byte counts pairs inside documents", "[io][cpu]") {
+  const test::TempFolder folder;
+  // pairs of "abab" and "ac": ab ab ba b$ | ac c$ ; after a: b b c, after b: a $, after c: $
+  const BatchSource source(options({folder.file("1", "abab"), folder.file("2", "ac")}, DataFormat::bytes, 3, true, true));
+  const double after_a = -(2 * std::log(2.0 / 3) + std::log(1.0 / 3)), after_b = 2 * std::log(2.0);
+  CHECK(std::abs(source.order1_entropy() - (after_a + after_b) / 6) <= 1e-12);
+  const BatchSource constant(options({folder.file("3", "x")}, DataFormat::bytes, 3, true, true));
+  CHECK(constant.order1_entropy() == 0);
+}
+
+TEST_CASE("the entropy of a stream longer than a piece is that of its parts", "[io][cpu]") {
+  const test::TempFolder folder;
+  // a and b take turns: after a always b, after b always a, except the one end; nearly nothing is left to guess.
+  std::string text;
+  for (int i = 0; i < (1 << 20) + 3; ++i) text += "ab";
+  const BatchSource turns(options({folder.file("turns", text)}, DataFormat::bytes, 64, true, true));
+  const double n = double(text.size()), half = n / 2;
+  CHECK(std::abs(turns.order1_entropy() + ((half - 1) * std::log((half - 1) / half) + std::log(1 / half)) / n) <= 1e-12);
+}
+
+TEST_CASE("data that cannot be read is refused by name, and the job is blamed where it is the job", "[io][cpu]") {
+  const test::TempFolder folder;
+  const auto fault = [](const DataOptions& o) { return error_of([&] { BatchSource source(o); }); };
+  const auto text = folder.file("t.txt", "text");
+  CHECK(fault(options({folder / "no"}, DataFormat::bytes, 4, true, true)) == "2: " + (folder / "no") + ": no such file or folder");
+  CHECK(contains(fault(options({}, DataFormat::bytes, 4, true, true)), "2: data: no path is given"));
+  CHECK(contains(fault(options({text}, DataFormat::bytes, 0, true, true)), "2: data: sequence_length is 0"));
+  auto small = options({text}, DataFormat::bytes, 4, true, true);
+  small.vocab_size = 256;
+  CHECK(contains(fault(small), "2: data: format bytes has the ids 0 .. 256, vocab_size 256 is too small"));
+  small.vocab_size = 257;
+  CHECK(fault(small) == "nothing was thrown");
+  const auto empty = folder.file("empty.txt", "");
+  CHECK(fault(options({empty}, DataFormat::bytes, 4, true, true)) == "3: " + empty + ": empty: it holds no bytes");
+  std::filesystem::create_directories(folder / "hollow");
+  folder.file("hollow/empty.txt", "");
+  folder.file("hollow/.hidden", "text");
+  CHECK(fault(options({folder / "hollow"}, DataFormat::bytes, 4, true, true)) ==
+        "3: " + (folder / "hollow") + ": the folder holds no file with contents");
+  CHECK(contains(fault(options({text}, DataFormat::tokens, 4, true, true)), "3: " + text + ": not an HDF5 file (4 bytes)"));
+  io::write_token_file(folder / "bad.h5", {{1, 2, 3, 4, 1000, 5}, {}, {}, 1000, ""});
+  const BatchSource source(options({text, ascending(folder, "good.h5", 0, 10)}, DataFormat::bytes, 4, true, false));
+  const BatchSource bad(options({folder / "good.h5", folder / "bad.h5"}, DataFormat::tokens, 4, true, false));
+  CHECK(bad.read(0, 2).tokens.size() == 8);
+  CHECK(error_of([&] { bad.read(3, 1); }) == "3: " + (folder / "bad.h5") + ": token 4 is id 1000, the vocabulary has 1000");
+}
