@@ -1,11 +1,20 @@
 // adamw.h -- AdamW with decoupled decay on one shard of one parameter.
+//
+//   g  = gradient_scale * gradient
+//   m  = beta1 m + (1 - beta1) g                exp_avg
+//   v  = beta2 v + (1 - beta2) g^2              exp_avg_sq
+//   master -= lr ( (m / (1 - beta1^step)) / ( sqrt( v / (1 - beta2^step) ) + eps ) + weight_decay master )
+//   weight  = master rounded to its type
+//
+// Computed in the master's type; the corrections by step in f64. Nothing may alias. Repeatable, for any sharding: an element
+// depends on itself alone.
 #pragma once
 #include "ops/context.h"
 
 namespace moetrain::ops {
 
 struct AdamW {
-  ConstTensor gradient;  // (n) real or f64/f32
+  ConstTensor gradient;  // (n), any floating type
   Tensor master;         // (n) real
   Tensor exp_avg;        // (n) real
   Tensor exp_avg_sq;     // (n) real
@@ -13,7 +22,26 @@ struct AdamW {
   double lr, beta1, beta2, eps, weight_decay;
   double gradient_scale;  // clipping
   std::int64_t step;      // 1 at the first update, for bias correction
-  void check_shapes() const;
+  void check_shapes() const {
+    const std::int64_t n = master.count();
+    check(gradient.count() == n && exp_avg.count() == n && exp_avg_sq.count() == n && (!weight.present() || weight.count() == n),
+          "adamw: gradient, moments or weight do not fit master",
+          {{"master", n},
+           {"gradient", gradient.count()},
+           {"exp_avg", exp_avg.count()},
+           {"exp_avg_sq", exp_avg_sq.count()},
+           {"weight", weight.present() ? weight.count() : n}});
+    check((master.dtype == DType::f32 || master.dtype == DType::f64) && exp_avg.dtype == master.dtype &&
+              exp_avg_sq.dtype == master.dtype,
+          "adamw: master and moments are not of one real type",
+          {{"master", std::int64_t(master.dtype)},
+           {"exp_avg", std::int64_t(exp_avg.dtype)},
+           {"exp_avg_sq", std::int64_t(exp_avg_sq.dtype)}});
+    check(is_floating(gradient.dtype) && (!weight.present() || is_floating(weight.dtype)),
+          "adamw: gradient or weight is not floating",
+          {{"gradient", std::int64_t(gradient.dtype)}, {"weight", std::int64_t(weight.dtype)}});
+    check(step >= 1, "adamw: steps count from 1", {{"step", step}});
+  }
 };
 
 namespace cpu {
@@ -21,7 +49,7 @@ void adamw(Context&, const AdamW&);
 }  // namespace cpu
 
 inline void adamw(Context& ctx, const AdamW& a) {
-  dispatch(ctx, "adamw forward", a, [&] { cpu::adamw(ctx, a); });
+  dispatch(ctx, "adamw", a, [&] { cpu::adamw(ctx, a); });
 }
 
 }  // namespace moetrain::ops

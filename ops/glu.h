@@ -1,4 +1,11 @@
-// glu.h -- gated unit of an MLP: SwiGLU silu(g) u, or SiTU-GLU b1 tanh(g/b1) sigmoid(g) b2 tanh(u/b2).
+// glu.h -- gated unit of an MLP, element by element.
+//
+//   silu (SwiGLU)    y = g s u                                         s = sigmoid(g)
+//                    dg = dy u s (1 + g (1 - s))                       du = dy g s
+//   situ (SiTU-GLU)  y = b1 p s b2 q                                   p = tanh(g / b1), q = tanh(u / b2)
+//                    dg = dy b2 q ((1 - p^2) s + b1 p s (1 - s))       du = dy b1 p s (1 - q^2)
+//
+// Computed in f32 (f64 for f64) and rounded once. dg may alias dy, du may alias g or u; y may alias g or u. Repeatable.
 #pragma once
 #include "ops/context.h"
 
@@ -9,10 +16,16 @@ enum class GluKind : std::uint8_t { silu, situ };
 struct GluForward {
   GluKind kind;
   double beta, linear_beta;  // b1, b2 of situ
-  ConstTensor g;  // (R, F) gate
-  ConstTensor u;  // (R, F) up
-  Tensor y;       // (R, F)
-  void check_shapes() const;
+  ConstTensor g;             // (R, F) gate
+  ConstTensor u;             // (R, F) up
+  Tensor y;                  // (R, F)
+  void check_shapes() const {
+    check(is_floating(g.dtype) && u.dtype == g.dtype && y.dtype == g.dtype, "glu: g, u and y are not of one floating type",
+          {{"g", std::int64_t(g.dtype)}, {"u", std::int64_t(u.dtype)}, {"y", std::int64_t(y.dtype)}});
+    check(g.shape.rank() == 2 && u.shape == g.shape && y.shape == g.shape, "glu: g, u and y are not (R, F)",
+          {{"R", g.shape[0]}, {"F", g.shape[1]}, {"u", u.shape.count()}, {"y", y.shape.count()}});
+    check(kind == GluKind::silu || (beta > 0 && linear_beta > 0), "glu: a bound of situ is not positive");
+  }
 };
 
 struct GluBackward {
@@ -23,7 +36,24 @@ struct GluBackward {
   ConstTensor u;   // (R, F)
   Tensor dg;       // (R, F); may alias dy
   Tensor du;       // (R, F)
-  void check_shapes() const;
+  void check_shapes() const {
+    check(is_floating(g.dtype) && u.dtype == g.dtype && dy.dtype == g.dtype && dg.dtype == g.dtype && du.dtype == g.dtype,
+          "glu: dy, g, u, dg and du are not of one floating type",
+          {{"g", std::int64_t(g.dtype)},
+           {"u", std::int64_t(u.dtype)},
+           {"dy", std::int64_t(dy.dtype)},
+           {"dg", std::int64_t(dg.dtype)},
+           {"du", std::int64_t(du.dtype)}});
+    check(g.shape.rank() == 2 && u.shape == g.shape && dy.shape == g.shape && dg.shape == g.shape && du.shape == g.shape,
+          "glu: dy, g, u, dg and du are not (R, F)",
+          {{"R", g.shape[0]},
+           {"F", g.shape[1]},
+           {"u", u.shape.count()},
+           {"dy", dy.shape.count()},
+           {"dg", dg.shape.count()},
+           {"du", du.shape.count()}});
+    check(kind == GluKind::silu || (beta > 0 && linear_beta > 0), "glu: a bound of situ is not positive");
+  }
 };
 
 namespace cpu {

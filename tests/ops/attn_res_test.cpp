@@ -1,0 +1,213 @@
+// attn_res_test.cpp -- the depth mix by hand, as slope, over one and many sources, and in every storage type.
+#include "ops/attn_res.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "tests/support/catch.h"
+#include "tests/support/compare.h"
+#include "tests/support/slope.h"
+#include "tests/support/tensors.h"
+
+namespace moetrain {
+namespace {
+
+using test::Bench;
+
+struct Sizes {
+  std::int64_t T, D, Z;
+};
+
+// The tensors of a mix of Z sources of one storage type; gamma and query of that type too.
+struct Mix {
+  std::vector<Tensor> own;
+  std::vector<ConstTensor> sources;
+  Tensor gamma, query, y, weights, dy, dgamma, dquery;
+  std::vector<Tensor> dsources;
+  Mix(Bench& b, DType type, Sizes s)
+      : gamma(b.normal(type, {s.D}, 0.2, 1)),
+        query(b.normal(type, {1, s.D}, 1 / std::sqrt(double(s.D)))),
+        y(b.empty(type, {s.T, s.D})),
+        weights(b.empty(real_of(type), {s.T, s.Z})),
+        dy(b.normal(type, {s.T, s.D})),
+        dgamma(b.zeros(real_of(type), {s.D})),
+        dquery(b.zeros(real_of(type), {1, s.D})) {
+    for (std::int64_t n = 0; n < s.Z; ++n) {
+      own.push_back(b.normal(type, {s.T, s.D}, 1 + double(n)));
+      dsources.push_back(b.normal(real_of(type), {s.T, s.D}));
+    }
+    sources.assign(own.begin(), own.end());
+  }
+  Mix(Bench& b, const Mix& other)  // the same values in f64, with outputs of its own
+      : gamma(b.as(DType::f64, other.gamma)),
+        query(b.as(DType::f64, other.query)),
+        y(b.empty(DType::f64, other.y.shape)),
+        weights(b.empty(DType::f64, other.weights.shape)),
+        dy(b.as(DType::f64, other.dy)),
+        dgamma(b.as(DType::f64, other.dgamma)),
+        dquery(b.as(DType::f64, other.dquery)) {
+    for (const Tensor& v : other.own) own.push_back(b.as(DType::f64, v));
+    for (const Tensor& dv : other.dsources) dsources.push_back(b.as(DType::f64, dv));
+    sources.assign(own.begin(), own.end());
+  }
+  void forward(Bench& b) const {
+    ops::attn_res(b.context(),
+                  ops::AttnResForward{.sources = sources, .gamma = gamma, .query = query, .eps = 1e-5, .y = y, .weights = weights});
+  }
+  void backward(Bench& b) const {
+    ops::attn_res(b.context(), ops::AttnResBackward{.dy = dy,
+                                                    .sources = sources,
+                                                    .gamma = gamma,
+                                                    .query = query,
+                                                    .eps = 1e-5,
+                                                    .weights = weights,
+                                                    .dsources = dsources,
+                                                    .dgamma = dgamma,
+                                                    .dquery = dquery});
+  }
+};
+
+TEST_CASE("attn_res weighs two sources by their normalised dot with the query", "[ops][cpu]") {
+  // rows (1, 1) and (3, -3) have root mean squares 1 and 3; with c = (ln 2, 0) their scores are ln 2 and ln 2; with
+  // c = (0, ln 2) they are ln 2 and -ln 2, so the weights are 4/5 and 1/5
+  Bench b;
+  const std::vector<ConstTensor> sources{b.of(DType::f64, {1, 2}, {1, 1}), b.of(DType::f64, {1, 2}, {3, -3})};
+  const Tensor gamma = b.of(DType::f64, {2}, {2, 2}), y = b.empty(DType::f64, {1, 2}), weights = b.empty(DType::f64, {1, 2});
+  const auto mix = [&](double q0, double q1) {
+    const Tensor query = b.of(DType::f64, {1, 2}, {q0, q1});
+    ops::attn_res(b.context(),
+                  ops::AttnResForward{.sources = sources, .gamma = gamma, .query = query, .eps = 0, .y = y, .weights = weights});
+  };
+  mix(std::log(2.0) / 2, 0);
+  CHECK(test::difference(test::values_of(weights), {0.5, 0.5}, 1e-15) == "");
+  CHECK(test::difference(test::values_of(y), {2, -1}, 1e-15) == "");
+  mix(0, std::log(2.0) / 2);
+  CHECK(test::difference(test::values_of(weights), {0.8, 0.2}, 1e-15) == "");
+  CHECK(test::difference(test::values_of(y), {1.4, 0.2}, 1e-15) == "");
+  CHECK(b.guards_hold());
+}
+
+TEST_CASE("attn_res backward is the slope of attn_res forward", "[ops][cpu]") {
+  for (const std::int64_t Z : {std::int64_t(2), std::int64_t(5)}) {
+    CAPTURE(Z);
+    Bench b;
+    const Mix m(b, DType::f64, {3, 6, Z});
+    for (const Tensor& dv : m.dsources) std::memset(dv.data, 0, std::size_t(dv.bytes()));
+    const auto f = [&] {
+      m.forward(b);
+      return test::weighted_sum(m.y, m.dy);
+    };
+    f();
+    m.backward(b);
+    for (std::size_t n = 0; n < m.own.size(); ++n) CHECK(test::slope_difference(f, m.own[n], m.dsources[n], 1e-7) == "");
+    CHECK(test::slope_difference(f, m.gamma, m.dgamma, 1e-7) == "");
+    CHECK(test::slope_difference(f, m.query, m.dquery, 1e-7) == "");
+    CHECK(b.guards_hold());
+  }
+}
+
+TEST_CASE("attn_res backward adds to every gradient", "[ops][cpu]") {
+  Bench b;
+  const Mix m(b, DType::f64, {3, 4, 3});
+  m.forward(b);
+  m.backward(b);
+  const auto once = test::values_of(m.dquery), once_gamma = test::values_of(m.dgamma), once_source = test::values_of(m.dsources[1]);
+  m.backward(b);
+  m.backward(b);
+  auto grew = [](std::vector<double> first, const std::vector<double>& step, double times) {
+    for (std::size_t i = 0; i < first.size(); ++i) first[i] += times * step[i];
+    return first;
+  };
+  CHECK(test::difference(test::values_of(m.dquery), grew(once, once, 2), 1e-12) == "");
+  CHECK(test::difference(test::values_of(m.dgamma), grew(once_gamma, once_gamma, 2), 1e-12) == "");
+  Mix fresh(b, m);
+  std::memset(fresh.dsources[1].data, 0, std::size_t(fresh.dsources[1].bytes()));
+  fresh.forward(b);
+  fresh.backward(b);
+  CHECK(test::difference(test::values_of(m.dsources[1]), grew(once_source, test::values_of(fresh.dsources[1]), 2), 1e-12) == "");
+}
+
+TEST_CASE("attn_res in f32 and bf16 is within rounding of f64 on the same operands", "[ops][cpu]") {
+  for (const DType type : {DType::f32, DType::bf16})
+    for (const Sizes& s : {Sizes{1, 8, 1}, Sizes{3, 7, 4}, Sizes{130, 600, 9}, Sizes{65, 257, 2}}) {
+      CAPTURE(name_of(type), s.T, s.D, s.Z);
+      Bench b;
+      const Mix m(b, type, s), wide(b, m);
+      for (const Mix* mix : {&m, &wide}) {
+        mix->forward(b);
+        mix->backward(b);
+      }
+      CHECK(test::difference(m.weights, wide.weights, 1e-5) == "");
+      CHECK(test::difference(m.y, wide.y, type == DType::bf16 ? 4e-3 : 1e-5) == "");
+      for (std::size_t n = 0; n < m.own.size(); ++n) CHECK(test::difference(m.dsources[n], wide.dsources[n], 2e-5) == "");
+      // With one source the softmax is constant, and these gradients are zero but for rounding.
+      CHECK(test::difference(m.dgamma, wide.dgamma, 1e-4, s.Z == 1 ? 1e-4 : 0) == "");
+      CHECK(test::difference(m.dquery, wide.dquery, 1e-4, s.Z == 1 ? 1e-4 : 0) == "");
+      CHECK(b.guards_hold());
+    }
+}
+
+TEST_CASE("attn_res with a frozen query still gives the sources their gradients", "[ops][cpu]") {
+  Bench b;
+  const Mix m(b, DType::f32, {40, 5, 3});
+  m.forward(b);
+  std::vector<Tensor> frozen;
+  for (const Tensor& dv : m.dsources) frozen.push_back(b.copy(dv));
+  m.backward(b);
+  ops::attn_res(b.context(), ops::AttnResBackward{.dy = m.dy,
+                                                  .sources = m.sources,
+                                                  .gamma = m.gamma,
+                                                  .query = m.query,
+                                                  .eps = 1e-5,
+                                                  .weights = m.weights,
+                                                  .dsources = frozen});
+  for (std::size_t n = 0; n < frozen.size(); ++n) CHECK(test::values_of(frozen[n]) == test::values_of(m.dsources[n]));
+}
+
+TEST_CASE("attn_res without tokens leaves the gradients of its weights as they were", "[ops][cpu]") {
+  Bench b;
+  const Mix m(b, DType::bf16, {0, 4, 2});
+  m.forward(b);
+  m.backward(b);
+  CHECK(test::values_of(m.dgamma) == std::vector<double>(4, 0));
+  CHECK(b.guards_hold());
+}
+
+TEST_CASE("attn_res refuses sources and gradients that do not fit", "[ops][cpu]") {
+  Bench b;
+  const Mix good(b, DType::f32, {3, 4, 2});
+  good.forward(b);
+  {
+    Mix m = good;
+    m.sources.clear();
+    CHECK_THROWS_AS(m.forward(b), Error);
+  }
+  {
+    Mix m = good;
+    m.sources[1] = b.normal(DType::f32, {4, 4});
+    CHECK_THROWS_AS(m.forward(b), Error);
+  }
+  {
+    Mix m = good;
+    m.query = b.normal(DType::f32, {4});
+    CHECK_THROWS_AS(m.forward(b), Error);
+  }
+  {
+    Mix m = good;
+    m.weights = b.normal(DType::f32, {3, 3});
+    CHECK_THROWS_AS(m.backward(b), Error);
+  }
+  {
+    Mix m = good;
+    m.dsources.pop_back();
+    CHECK_THROWS_AS(m.backward(b), Error);
+  }
+  {
+    Mix m = good;
+    m.dquery = {};
+    CHECK_THROWS_AS(m.backward(b), Error);
+  }
+}
+
+}  // namespace
+}  // namespace moetrain

@@ -1,0 +1,65 @@
+// random_test.cpp -- the generator gives the published bits, and its uniforms and normals have the moments they should.
+#include "ops/random.h"
+
+#include <set>
+
+#include "tests/support/catch.h"
+
+namespace moetrain {
+namespace {
+
+TEST_CASE("philox gives the published known answers", "[ops][cpu]") {
+  // Random123's known-answer vectors for philox4x32-10
+  CHECK(ops::philox(0, 0, 0) == std::array<std::uint32_t, 4>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8});
+  const std::uint64_t ones = ~std::uint64_t(0);
+  CHECK(ops::philox(ones, ones, ones) == std::array<std::uint32_t, 4>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd});
+  CHECK(ops::philox(0x299f31d0a4093822U, 0x0370734413198a2eU, 0x85a308d3243f6a88U) ==
+        std::array<std::uint32_t, 4>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1});
+}
+
+TEST_CASE("stream_of gives the published hash of a name", "[ops][cpu]") {
+  CHECK(ops::stream_of("") == 0xcbf29ce484222325U);
+  CHECK(ops::stream_of("a") == 0xaf63dc4c8601ec8cU);
+  CHECK(ops::stream_of("foobar") == 0x85944171f73967e8U);
+}
+
+TEST_CASE("random values depend on seed, stream and index", "[ops][cpu]") {
+  std::set<double> seen;
+  for (const std::uint64_t seed : {1, 2})
+    for (const std::uint64_t stream : {0, 7})
+      for (std::uint64_t i = 0; i < 100; ++i) seen.insert(ops::uniform(seed, stream, i + (std::uint64_t(1) << 33) * (i % 2)));
+  CHECK(seen.size() == 400);
+  CHECK(ops::normal(3, 4, 5) == ops::normal(3, 4, 5));
+}
+
+TEST_CASE("uniform lies inside (0, 1) and fills it evenly", "[ops][cpu]") {
+  constexpr int kBins = 20, kDraws = 200000;
+  std::array<int, kBins> counts{};
+  bool inside = true;
+  for (std::uint64_t i = 0; i < kDraws; ++i) {
+    const double u = ops::uniform(11, 0, i);
+    inside = inside && 0 < u && u < 1;
+    ++counts[std::size_t(u * kBins)];
+  }
+  CHECK(inside);
+  for (const int count : counts) CHECK(std::abs(count - kDraws / kBins) < 500);  // five standard deviations are 487
+}
+
+TEST_CASE("normal has mean 0, variance 1, no skew and the kurtosis of a Gaussian", "[ops][cpu]") {
+  constexpr int kDraws = 200000;
+  std::array<double, 5> moment{};
+  for (std::uint64_t i = 0; i < kDraws; ++i) {
+    const double z = ops::normal(5, 1, i);
+    for (double power = 1; double& m : moment) {
+      m += power / kDraws;
+      power *= z;
+    }
+  }
+  CHECK(std::abs(moment[1]) < 0.012);
+  CHECK(std::abs(moment[2] - 1) < 0.016);
+  CHECK(std::abs(moment[3]) < 0.045);
+  CHECK(std::abs(moment[4] - 3) < 0.12);
+}
+
+}  // namespace
+}  // namespace moetrain
