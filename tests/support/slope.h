@@ -38,6 +38,7 @@ inline std::string slope_difference(const std::function<double()>& f, Tensor x, 
     sum += slopes.back() * slopes.back();
   }
   const double rms = used > 0 ? std::sqrt(sum / double(used)) : 0;
+  if (!std::isfinite(rms)) return "a slope is not finite";
   if (!(rms > 0) && !(absolute > 0)) return "every sampled slope is zero: nothing was tested";
   std::string worst;
   double worst_excess = 0;
