@@ -12,8 +12,9 @@ enum class Reduction : std::uint8_t { sum, max, min };
 
 // What a group has moved and how long its callers stood still for it (CPU exchanges are never hidden).
 struct Traffic {
-  std::int64_t bytes_gathered = 0;   // all-gather and reduce-scatter: bytes that left or reached this rank
-  std::int64_t bytes_exchanged = 0;  // all-to-all, own part not counted
+  std::int64_t bytes_gathered = 0;   // all-gather: bytes that reached this rank from others; reduce-scatter: bytes that left it for
+                                     // others; all-reduce: as one of each over equal shares
+  std::int64_t bytes_exchanged = 0;  // all-to-all: bytes that left this rank for others
   double exposed_seconds = 0;
 };
 
@@ -26,23 +27,24 @@ class Communicator {
   int size() const { return size_; }
   const Traffic& traffic() const { return traffic_; }
 
-  struct Gather {             // one tensor of a batch of all-gathers
-    const void* send;         // bytes
-    void* receive;            // size() * bytes, in rank order; send may lie at its own place inside
+  struct Gather {      // one tensor of a batch of all-gathers
+    const void* send;  // bytes
+    void* receive;     // size() * bytes, in rank order; send may lie at its own place inside
     std::int64_t bytes;
   };
-  struct Scatter {            // one tensor of a batch of reduce-scatters (sum)
-    const void* send;         // size() * count elements
-    void* receive;            // count elements: the sum of everyone's part `rank`; may not overlap send
+  struct Scatter {     // one tensor of a batch of reduce-scatters (sum)
+    const void* send;  // size() * count elements
+    void* receive;     // count elements: the sum of everyone's part `rank`; may not overlap send
     std::int64_t count;
-    DType dtype;              // f32, f64, i64
+    DType dtype;  // f32, f64, i64
   };
   void all_gather(std::span<const Gather> pieces);
   void reduce_scatter(std::span<const Scatter> pieces);
   // The same bits on every rank. f32, f64, i32, i64.
   void all_reduce(Tensor values, Reduction reduction);
   // Bytes [sum of send_bytes before r, ...) go to rank r; what rank s sent lands at [sum of receive_bytes before s, ...).
-  void all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive, std::span<const std::int64_t> receive_bytes);
+  void all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive,
+                  std::span<const std::int64_t> receive_bytes);
   void broadcast(void* data, std::int64_t bytes, int root);
   void barrier();
   // The group of some of this group's ranks, in this order; every rank of this group calls it, each with the group it is in.
@@ -55,15 +57,18 @@ class Communicator {
   virtual void do_all_gather(std::span<const Gather> pieces) = 0;
   virtual void do_reduce_scatter(std::span<const Scatter> pieces) = 0;
   virtual void do_all_reduce(Tensor values, Reduction reduction) = 0;
-  virtual void do_all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive, std::span<const std::int64_t> receive_bytes) = 0;
+  virtual void do_all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive,
+                             std::span<const std::int64_t> receive_bytes) = 0;
   virtual void do_broadcast(void* data, std::int64_t bytes, int root) = 0;
   virtual void do_barrier() = 0;
   int rank_, size_;
   Traffic traffic_;
 };
 
-std::unique_ptr<Communicator> solo();                            // one rank: copies
-std::unique_ptr<Communicator> dry(int rank, int size);           // counts traffic, moves nothing (moetrain plan)
-std::unique_ptr<Communicator> mpi_world();                       // all ranks of the job; needs a live MpiSession
+std::unique_ptr<Communicator> solo();                   // one rank: copies
+std::unique_ptr<Communicator> dry(int rank, int size);  // counts traffic, moves nothing (moetrain plan)
+// All ranks of the job, host memory; collective, needs a live MpiSession, which must outlive it. A collective stages and sends at
+// most round_bytes at a time, so that no count outgrows MPI's int and staging stays small.
+std::unique_ptr<Communicator> mpi_world(std::int64_t round_bytes = std::int64_t(64) << 20);
 
 }  // namespace moetrain::parallel

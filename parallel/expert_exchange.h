@@ -13,9 +13,9 @@ namespace moetrain::parallel {
 struct ExchangePlan {
   std::vector<std::int64_t> send_rows;     // (n) to each rank
   std::vector<std::int64_t> receive_rows;  // (n) from each rank; 0 is normal
-  std::vector<std::int64_t> offsets;       // (E/n + 1) rows of each local expert after the exchange, expert by expert, inside one expert
-                                           // by source rank
-  Tensor to;                               // (received) i64, arrival order -> expert order; absent with one rank
+  std::vector<std::int64_t> offsets;  // (E/n + 1) rows of each local expert after the exchange, expert by expert, inside one expert
+                                      // by source rank
+  Tensor to;                          // (received) i64, arrival order -> expert order; absent with one rank
   std::int64_t received() const { return offsets.back(); }
   std::int64_t sent() const;
 };

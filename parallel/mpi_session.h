@@ -16,7 +16,7 @@ class MpiSession {
   int size() const { return size_; }
   int local_rank() const { return local_rank_; }  // among the ranks of this host
   int local_size() const { return local_size_; }
-  [[noreturn]] void abort(int exit_code);         // ends every rank: one rank's failure must not leave the others waiting
+  [[noreturn]] void abort(int exit_code);  // ends every rank: one rank's failure must not leave the others waiting
  private:
   int rank_ = 0, size_ = 1, local_rank_ = 0, local_size_ = 1;
 };

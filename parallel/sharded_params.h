@@ -8,7 +8,9 @@
 //
 // Gradients are sums over ranks (the loss is scaled by the global count of labels beforehand); all ops add into them, and they
 // are zeroed by begin_step. A parameter that is not trainable has no gradient anywhere.
-// Rows r of a parameter lie on dim 0, cut by parallel/shard.h over the unit's group.
+// Rows r of a parameter lie on dim 0, cut by parallel/shard.h over the unit's group. What is gathered or scattered has n c rows, a
+// few more than R where n does not divide R. Where gradients are reduced each micro-batch, the whole gradient of a unit exists only
+// from the first gradient() to reduce(). A group of one rank moves, copies and takes nothing, whatever its sharding.
 #pragma once
 #include <string>
 #include <vector>
@@ -23,8 +25,8 @@ enum class Sharding : std::uint8_t { none, optimizer, gradients, full };
 
 struct ShardedTensor {
   std::string name;
-  Shape shape;       // the part that this rank's group holds between its ranks (experts: those of this ep coordinate)
-  DType dtype;       // of the weight; its gradient is real_of(dtype)
+  Shape shape;  // the part that this rank's group holds between its ranks (experts: those of this ep coordinate)
+  DType dtype;  // of the weight; its gradient is real_of(dtype)
   bool trainable = true;
 };
 
@@ -42,24 +44,25 @@ class ShardedParams {
   ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors, std::vector<Unit> units, bool reshard_after_use);
 
   // --- one step, in this order
-  void begin_step();                 // gradients to zero
-  void gather(int unit);             // collective; afterwards weight() and gradient() of its tensors may be used. May nest: each
-                                     // gather has its release
-  void release(int unit);            // with reshard_after_use the gathered weights go, else they stay until end_step
-  void reduce(int unit);             // collective; once a micro-batch, after the last op that adds to the unit's gradients and
-                                     // before its release in backward
-  void finish_gradients();           // collective; after the last micro-batch: shard_gradient() is complete everywhere
-  void publish();                    // collective; after the update: every stored row is the owner's new one. Also ends the life
-                                     // of weights kept by reshard_after_use = false
+  void begin_step();        // gradients to zero
+  void gather(int unit);    // collective; afterwards weight() and gradient() of its tensors may be used. May nest: each
+                            // gather has its release
+  void release(int unit);   // with reshard_after_use the gathered weights go, else they stay until end_step
+  void reduce(int unit);    // collective; once a micro-batch, after the last op that adds to the unit's gradients and
+                            // before its release in backward
+  void finish_gradients();  // collective; after the last micro-batch: shard_gradient() is complete everywhere
+  void publish();           // collective; after the update: every stored row is the owner's new one. Also ends the life
+                            // of weights kept by reshard_after_use = false. Outside a step, so after init or load, frozen
+                            // rows are published too; in a step they cannot have changed
 
-  ConstTensor weight(int tensor) const;   // whole, between gather and release
-  Tensor gradient(int tensor) const;      // whole, real; absent when frozen
-  bool holds(int tensor) const;           // gathered now
+  ConstTensor weight(int tensor) const;  // whole, between gather and release
+  Tensor gradient(int tensor) const;     // whole, real; absent when frozen
+  bool holds(int tensor) const;          // gathered now
 
   // --- what this rank stores and updates
-  Rows update_rows(int tensor) const;     // rows this rank's optimizer updates: its shard, or all with Sharding::none
-  Rows shard(int tensor) const;           // its shard, also with Sharding::none: every row is in exactly one rank's shard, so norms
-                                          // and checkpoints count each once
+  Rows update_rows(int tensor) const;  // rows this rank's optimizer updates: its shard, or all with Sharding::none
+  Rows shard(int tensor) const;        // its shard, also with Sharding::none: every row is in exactly one rank's shard, so norms
+                                       // and checkpoints count each once
   Tensor stored(int tensor, Rows rows) const;           // stored weights of rows inside update_rows
   Tensor stored_gradient(int tensor, Rows rows) const;  // complete after finish_gradients, rows inside update_rows
   const std::vector<ShardedTensor>& tensors() const { return tensors_; }
@@ -67,8 +70,32 @@ class ShardedParams {
   int unit_of(int tensor) const;
 
  private:
+  struct Storage {
+    OwnedTensor weight;            // (n c rows, or R where nothing is gathered in place; full: c rows, its shard)
+    OwnedTensor gathered;          // full only: (n c rows) while gathered
+    mutable OwnedTensor gradient;  // (n c rows or R) for whole: resident, or from gradient() to reduce()
+    OwnedTensor gradient_shard;    // gradients, full: (c rows)
+    int unit = -1;
+  };
+  // What a unit's sharding comes to: a group of one is always `none`.
+  Sharding sharding_of(const Unit& unit) const { return unit.group->size() == 1 ? Sharding::none : unit.sharding; }
+  bool scatters_each_micro_batch(const Unit& unit) const {
+    return sharding_of(unit) == Sharding::gradients || sharding_of(unit) == Sharding::full;
+  }
+  const Storage& storage(int tensor) const;
+  const Unit& unit(int unit) const;
+  std::int64_t padded_shard_rows(int tensor) const;  // c
+  Shape padded_shape(int tensor) const;              // n c rows
+  void make_gradient(int tensor) const;
+  void scatter_gradients(const Unit& unit, std::vector<OwnedTensor>& sums);
+
+  Memory& memory_;
   std::vector<ShardedTensor> tensors_;
   std::vector<Unit> units_;
+  std::vector<Storage> storage_;  // by tensor
+  std::vector<int> open_;         // by unit: gathers not yet released
+  bool reshard_after_use_;
+  bool in_step_ = false;
 };
 
 }  // namespace moetrain::parallel

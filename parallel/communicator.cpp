@@ -1,0 +1,78 @@
+// communicator.cpp -- what every maker's collectives share: arguments checked, traffic and waiting time counted.
+#include "parallel/communicator.h"
+
+#include <chrono>
+
+namespace moetrain::parallel {
+namespace {
+
+class Stopwatch {  // adds its life to a number of seconds
+ public:
+  explicit Stopwatch(double& seconds) : seconds_(seconds) {}
+  ~Stopwatch() { seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  double& seconds_;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace
+
+void Communicator::all_gather(std::span<const Gather> pieces) {
+  for (const auto& piece : pieces) {
+    check(piece.bytes >= 0, "all_gather: negative bytes", {{"bytes", piece.bytes}});
+    traffic_.bytes_gathered += piece.bytes * (size_ - 1);
+  }
+  Stopwatch waiting(traffic_.exposed_seconds);
+  do_all_gather(pieces);
+}
+
+void Communicator::reduce_scatter(std::span<const Scatter> pieces) {
+  for (const auto& piece : pieces) {
+    check(piece.dtype == DType::f32 || piece.dtype == DType::f64 || piece.dtype == DType::i64,
+          "reduce_scatter: sums are of f32, f64 or i64", {{"dtype", std::int64_t(piece.dtype)}});
+    check(piece.count >= 0, "reduce_scatter: negative count", {{"count", piece.count}});
+    traffic_.bytes_gathered += piece.count * size_of(piece.dtype) * (size_ - 1);
+  }
+  Stopwatch waiting(traffic_.exposed_seconds);
+  do_reduce_scatter(pieces);
+}
+
+void Communicator::all_reduce(Tensor values, Reduction reduction) {
+  check(values.dtype == DType::f32 || values.dtype == DType::f64 || values.dtype == DType::i32 || values.dtype == DType::i64,
+        "all_reduce: values must be f32, f64, i32 or i64", {{"dtype", std::int64_t(values.dtype)}});
+  traffic_.bytes_gathered += 2 * ((values.count() + size_ - 1) / size_) * size_of(values.dtype) * (size_ - 1);
+  Stopwatch waiting(traffic_.exposed_seconds);
+  do_all_reduce(values, reduction);
+}
+
+void Communicator::all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive,
+                              std::span<const std::int64_t> receive_bytes) {
+  check(std::int64_t(send_bytes.size()) == size_ && std::int64_t(receive_bytes.size()) == size_, "all_to_all: not one size a rank",
+        {{"ranks", size_}, {"send", std::int64_t(send_bytes.size())}, {"receive", std::int64_t(receive_bytes.size())}});
+  for (int r = 0; r < size_; ++r) {
+    const auto out = send_bytes[std::size_t(r)], in = receive_bytes[std::size_t(r)];
+    check(out >= 0 && in >= 0, "all_to_all: negative bytes", {{"rank", r}, {"send", out}, {"receive", in}});
+    if (r != rank_) traffic_.bytes_exchanged += out;
+  }
+  check(send_bytes[std::size_t(rank_)] == receive_bytes[std::size_t(rank_)], "all_to_all: own part differs from itself",
+        {{"send", send_bytes[std::size_t(rank_)]}, {"receive", receive_bytes[std::size_t(rank_)]}});
+  Stopwatch waiting(traffic_.exposed_seconds);
+  do_all_to_all(send, send_bytes, receive, receive_bytes);
+}
+
+void Communicator::broadcast(void* data, std::int64_t bytes, int root) {
+  check(0 <= root && root < size_ && bytes >= 0, "broadcast: no such root or negative bytes",
+        {{"root", root}, {"ranks", size_}, {"bytes", bytes}});
+  Stopwatch waiting(traffic_.exposed_seconds);
+  do_broadcast(data, bytes, root);
+}
+
+void Communicator::barrier() {
+  Stopwatch waiting(traffic_.exposed_seconds);
+  do_barrier();
+}
+
+}  // namespace moetrain::parallel

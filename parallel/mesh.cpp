@@ -1,0 +1,75 @@
+// mesh.cpp -- makes the groups of a mesh by listing the ranks that share coordinates.
+#include "parallel/mesh.h"
+
+namespace moetrain::parallel {
+namespace {
+
+// The ranks whose coordinates `same` accepts, ascending.
+template <class Same>
+std::vector<int> members(const MeshShape& shape, Same&& same) {
+  std::vector<int> found;
+  for (int r = 0; r < shape.ranks(); ++r)
+    if (same(coordinates_of(shape, r))) found.push_back(r);
+  return found;
+}
+
+Axis axis_of(Communicator& world, const std::vector<int>& ranks) {
+  Axis axis;
+  axis.data = world.subgroup(ranks);
+  axis.control = world.subgroup(ranks);
+  return axis;
+}
+
+}  // namespace
+
+Coordinates coordinates_of(const MeshShape& shape, int rank) {
+  check(0 <= rank && rank < shape.ranks(), "mesh: no such rank", {{"rank", rank}, {"ranks", shape.ranks()}});
+  Coordinates c;
+  c.tensor = rank % shape.tensor;
+  rank /= shape.tensor;
+  c.sequence = rank % shape.sequence;
+  rank /= shape.sequence;
+  c.expert = rank % shape.expert;
+  c.data = rank / shape.expert;
+  return c;
+}
+
+int rank_of(const MeshShape& shape, const Coordinates& c) {
+  check(0 <= c.data && c.data < shape.data && 0 <= c.expert && c.expert < shape.expert && 0 <= c.sequence &&
+            c.sequence < shape.sequence && 0 <= c.tensor && c.tensor < shape.tensor,
+        "mesh: coordinates outside the mesh",
+        {{"data", c.data}, {"expert", c.expert}, {"sequence", c.sequence}, {"tensor", c.tensor}});
+  return ((c.data * shape.expert + c.expert) * shape.sequence + c.sequence) * shape.tensor + c.tensor;
+}
+
+Mesh::Mesh(MeshShape shape, std::unique_ptr<Communicator> world) : shape_(shape) {
+  check(shape.data >= 1 && shape.expert >= 1 && shape.sequence >= 1 && shape.tensor >= 1 && world->size() == shape.ranks(),
+        "mesh: the axes do not make up the ranks of the job",
+        {{"data", shape.data},
+         {"expert", shape.expert},
+         {"sequence", shape.sequence},
+         {"tensor", shape.tensor},
+         {"ranks", world->size()}});
+  here_ = coordinates_of(shape, world->rank());
+  const auto me = here_;
+  world_.control = world->subgroup(members(shape, [](const Coordinates&) { return true; }));
+  dense_ = axis_of(*world, members(shape, [&](const Coordinates& c) { return c.tensor == me.tensor; }));
+  expert_ = axis_of(*world, members(shape, [&](const Coordinates& c) {
+    return c.data == me.data && c.sequence == me.sequence && c.tensor == me.tensor;
+  }));
+  expert_data_ = axis_of(*world, members(shape, [&](const Coordinates& c) { return c.expert == me.expert; }));
+  world_.data = std::move(world);
+}
+
+Traffic Mesh::traffic() const {
+  Traffic sum;
+  for (const Axis* axis : {&world_, &dense_, &expert_, &expert_data_})
+    for (const Communicator* group : {axis->data.get(), axis->control.get()}) {
+      sum.bytes_gathered += group->traffic().bytes_gathered;
+      sum.bytes_exchanged += group->traffic().bytes_exchanged;
+      sum.exposed_seconds += group->traffic().exposed_seconds;
+    }
+  return sum;
+}
+
+}  // namespace moetrain::parallel

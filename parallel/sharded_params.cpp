@@ -1,0 +1,227 @@
+// sharded_params.cpp -- who holds which rows when: storage, gathers and reductions of every unit.
+#include "parallel/sharded_params.h"
+
+#include <algorithm>
+
+namespace moetrain::parallel {
+namespace {
+
+void* offset_by(Tensor t, std::int64_t rows) {  // the address of a row; null on Device::dry
+  return t.data == nullptr ? nullptr : static_cast<std::byte*>(t.data) + rows * t.shape.row() * size_of(t.dtype);
+}
+
+}  // namespace
+
+ShardedParams::ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors, std::vector<Unit> units, bool reshard_after_use)
+    : memory_(memory),
+      tensors_(std::move(tensors)),
+      units_(std::move(units)),
+      storage_(tensors_.size()),
+      open_(units_.size(), 0),
+      reshard_after_use_(reshard_after_use) {
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    check(units_[u].group != nullptr, "sharded params: a unit has no group", {{"unit", std::int64_t(u)}});
+    for (const int t : units_[u].tensors) {
+      check(0 <= t && std::size_t(t) < tensors_.size() && storage_[std::size_t(t)].unit < 0,
+            "sharded params: a unit lists a tensor that does not exist or is in another",
+            {{"unit", std::int64_t(u)}, {"tensor", t}});
+      storage_[std::size_t(t)].unit = int(u);
+    }
+  }
+  for (std::size_t t = 0; t < tensors_.size(); ++t) {
+    const auto& tensor = tensors_[t];
+    auto& own = storage_[t];
+    check(own.unit >= 0, "sharded params: a tensor is in no unit", {{"tensor", std::int64_t(t)}});
+    check(tensor.shape.rank() >= 1 && (tensor.dtype == DType::f32 || tensor.dtype == DType::f64 || tensor.dtype == DType::bf16),
+          "sharded params: a tensor has no rows or is not floating", {{"tensor", std::int64_t(t)}});
+    const Sharding sharding = sharding_of(units_[std::size_t(own.unit)]);
+    const Shape shard = tensor.shape.with_dim0(padded_shard_rows(int(t))), padded = padded_shape(int(t));
+    const Shape whole = sharding == Sharding::none ? tensor.shape : padded;
+    own.weight = OwnedTensor(memory_, Category::weights, tensor.dtype, sharding == Sharding::full ? shard : whole);
+    if (!tensor.trainable) continue;
+    const bool in_shards = scatters_each_micro_batch(units_[std::size_t(own.unit)]);
+    (in_shards ? own.gradient_shard : own.gradient) =
+        OwnedTensor(memory_, Category::gradients, real_of(tensor.dtype), in_shards ? shard : whole);
+  }
+}
+
+const ShardedParams::Storage& ShardedParams::storage(int tensor) const {
+  check(0 <= tensor && std::size_t(tensor) < storage_.size(), "sharded params: no such tensor", {{"tensor", tensor}});
+  return storage_[std::size_t(tensor)];
+}
+const Unit& ShardedParams::unit(int unit) const {
+  check(0 <= unit && std::size_t(unit) < units_.size(), "sharded params: no such unit", {{"unit", unit}});
+  return units_[std::size_t(unit)];
+}
+int ShardedParams::unit_of(int tensor) const { return storage(tensor).unit; }
+
+std::int64_t ShardedParams::padded_shard_rows(int tensor) const {
+  return shard_rows(tensors_[std::size_t(tensor)].shape[0], unit(unit_of(tensor)).group->size());
+}
+Shape ShardedParams::padded_shape(int tensor) const {
+  return tensors_[std::size_t(tensor)].shape.with_dim0(padded_shard_rows(tensor) * unit(unit_of(tensor)).group->size());
+}
+Rows ShardedParams::shard(int tensor) const {
+  const Communicator& group = *unit(unit_of(tensor)).group;
+  return shard_of(tensors_[std::size_t(tensor)].shape[0], group.rank(), group.size());
+}
+Rows ShardedParams::update_rows(int tensor) const {
+  if (sharding_of(unit(unit_of(tensor))) != Sharding::none) return shard(tensor);
+  return {0, tensors_[std::size_t(tensor)].shape[0]};
+}
+
+void ShardedParams::begin_step() {
+  for (auto& own : storage_) {
+    check(!own.gradient.present() || !scatters_each_micro_batch(unit(own.unit)),
+          "sharded params: a step begins with gradients that were not reduced", {{"unit", own.unit}});
+    for (const Tensor t : {own.gradient.view(), own.gradient_shard.view()}) fill(memory_.device(), t.data, 0, t.bytes());
+  }
+  in_step_ = true;
+}
+
+void ShardedParams::gather(int u) {
+  const Unit& it = unit(u);
+  ++open_[std::size_t(u)];
+  if (sharding_of(it) != Sharding::full || it.tensors.empty()) return;
+  if (storage(it.tensors.front()).gathered.present()) return;
+  std::vector<Communicator::Gather> pieces;
+  for (const int t : it.tensors) {
+    auto& own = storage_[std::size_t(t)];
+    own.gathered = OwnedTensor(memory_, Category::weights, tensors_[std::size_t(t)].dtype, padded_shape(t));
+    pieces.push_back({own.weight.view().data, own.gathered.view().data, own.weight.view().bytes()});
+  }
+  it.group->all_gather(pieces);
+}
+
+void ShardedParams::release(int u) {
+  const Unit& it = unit(u);
+  check(open_[std::size_t(u)] > 0, "sharded params: released more often than gathered", {{"unit", u}});
+  if (--open_[std::size_t(u)] > 0) return;
+  for (const int t : it.tensors) {
+    auto& own = storage_[std::size_t(t)];
+    check(!own.gradient.present() || !scatters_each_micro_batch(it), "sharded params: released before its gradients were reduced",
+          {{"unit", u}, {"tensor", t}});
+    if (reshard_after_use_) own.gathered = {};
+  }
+}
+
+// The whole gradient of one micro-batch starts as zeros, but for this rank's own rows: they start as the sum of the micro-batches
+// before, so that the reduce-scatter adds to it and needs no sum of its own.
+void ShardedParams::make_gradient(int tensor) const {
+  const Storage& own = storage(tensor);
+  if (own.gradient.present()) return;
+  const Tensor sum = own.gradient_shard.view();
+  own.gradient = OwnedTensor(memory_, Category::gradients, sum.dtype, padded_shape(tensor));
+  const Tensor whole = own.gradient.view();
+  fill(memory_.device(), whole.data, 0, whole.bytes());
+  copy_to_device(memory_.device(), offset_by(whole, unit(own.unit).group->rank() * sum.shape[0]), sum.data, sum.bytes());
+}
+
+// sums[i] (c rows) = the sum over ranks of this rank's rows of the i-th trainable tensor of the unit.
+void ShardedParams::scatter_gradients(const Unit& it, std::vector<OwnedTensor>& sums) {
+  std::vector<Communicator::Scatter> pieces;
+  std::size_t i = 0;
+  for (const int t : it.tensors) {
+    if (!tensors_[std::size_t(t)].trainable) continue;
+    const Tensor whole = storage(t).gradient.view(), sum = sums[i++].view();
+    pieces.push_back({whole.data, sum.data, sum.count(), sum.dtype});
+  }
+  if (!pieces.empty()) it.group->reduce_scatter(pieces);
+}
+
+void ShardedParams::reduce(int u) {
+  const Unit& it = unit(u);
+  check(open_[std::size_t(u)] > 0, "sharded params: reduced while not gathered", {{"unit", u}});
+  if (!scatters_each_micro_batch(it)) return;
+  std::vector<OwnedTensor> sums;
+  for (const int t : it.tensors)
+    if (tensors_[std::size_t(t)].trainable) {
+      make_gradient(t);
+      sums.push_back(std::move(storage_[std::size_t(t)].gradient_shard));
+    }
+  scatter_gradients(it, sums);
+  std::size_t i = 0;
+  for (const int t : it.tensors)
+    if (tensors_[std::size_t(t)].trainable) {
+      storage_[std::size_t(t)].gradient_shard = std::move(sums[i++]);
+      storage_[std::size_t(t)].gradient = {};
+    }
+}
+
+void ShardedParams::finish_gradients() {
+  for (const Unit& it : units_) {
+    if (it.group->size() == 1 || scatters_each_micro_batch(it)) continue;
+    if (it.sharding == Sharding::none) {
+      for (const int t : it.tensors)
+        if (tensors_[std::size_t(t)].trainable) it.group->all_reduce(storage(t).gradient.view(), Reduction::sum);
+      continue;
+    }
+    std::vector<OwnedTensor> sums;  // a reduce-scatter may not write into what it reads
+    for (const int t : it.tensors)
+      if (tensors_[std::size_t(t)].trainable)
+        sums.emplace_back(memory_, Category::gradients, real_of(tensors_[std::size_t(t)].dtype),
+                          tensors_[std::size_t(t)].shape.with_dim0(padded_shard_rows(t)));
+    scatter_gradients(it, sums);
+    std::size_t i = 0;
+    for (const int t : it.tensors) {
+      if (!tensors_[std::size_t(t)].trainable) continue;
+      const Tensor sum = sums[i++].view();
+      copy_to_device(memory_.device(), offset_by(storage(t).gradient.view(), it.group->rank() * sum.shape[0]), sum.data,
+                     sum.bytes());
+    }
+  }
+}
+
+void ShardedParams::publish() {
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    const Unit& it = units_[u];
+    check(open_[u] == 0, "sharded params: published while gathered", {{"unit", std::int64_t(u)}});
+    for (const int t : it.tensors) storage_[std::size_t(t)].gathered = {};
+    if (it.group->size() == 1 || it.sharding == Sharding::none || it.sharding == Sharding::full) continue;
+    std::vector<Communicator::Gather> pieces;
+    for (const int t : it.tensors) {
+      if (in_step_ && !tensors_[std::size_t(t)].trainable) continue;
+      const Tensor all = storage(t).weight.view();
+      const std::int64_t rows = padded_shard_rows(t);
+      pieces.push_back({offset_by(all, it.group->rank() * rows), all.data, rows * all.shape.row() * size_of(all.dtype)});
+    }
+    if (!pieces.empty()) it.group->all_gather(pieces);
+  }
+  in_step_ = false;
+}
+
+bool ShardedParams::holds(int tensor) const { return open_[std::size_t(unit_of(tensor))] > 0; }
+
+ConstTensor ShardedParams::weight(int tensor) const {
+  check(holds(tensor), "sharded params: a weight is read while not gathered", {{"tensor", tensor}});
+  const Storage& own = storage(tensor);
+  const Tensor all = own.gathered.present() ? own.gathered.view() : own.weight.view();
+  return all.rows(0, tensors_[std::size_t(tensor)].shape[0]);
+}
+
+Tensor ShardedParams::gradient(int tensor) const {
+  check(holds(tensor), "sharded params: a gradient is asked while not gathered", {{"tensor", tensor}});
+  if (!tensors_[std::size_t(tensor)].trainable) return {};
+  make_gradient(tensor);
+  return storage(tensor).gradient.view().rows(0, tensors_[std::size_t(tensor)].shape[0]);
+}
+
+Tensor ShardedParams::stored(int tensor, Rows rows) const {
+  const Rows mine = update_rows(tensor);
+  check(mine.begin <= rows.begin && rows.end <= mine.end, "sharded params: rows of another rank",
+        {{"tensor", tensor}, {"begin", rows.begin}, {"end", rows.end}, {"mine_begin", mine.begin}, {"mine_end", mine.end}});
+  const std::int64_t first = sharding_of(unit(unit_of(tensor))) == Sharding::full ? mine.begin : 0;
+  return storage(tensor).weight.view().rows(rows.begin - first, rows.end - first);
+}
+
+Tensor ShardedParams::stored_gradient(int tensor, Rows rows) const {
+  const Rows mine = update_rows(tensor);
+  check(mine.begin <= rows.begin && rows.end <= mine.end, "sharded params: gradient rows of another rank",
+        {{"tensor", tensor}, {"begin", rows.begin}, {"end", rows.end}, {"mine_begin", mine.begin}, {"mine_end", mine.end}});
+  if (!tensors_[std::size_t(tensor)].trainable) return {};
+  const Storage& own = storage(tensor);
+  if (!own.gradient_shard.present()) return own.gradient.view().rows(rows.begin, rows.end);
+  return own.gradient_shard.view().rows(rows.begin - mine.begin, rows.end - mine.begin);
+}
+
+}  // namespace moetrain::parallel

@@ -1,0 +1,68 @@
+// communicator_test.cpp -- the groups that need no peers: one rank copies, a dry group only counts.
+#include "parallel/communicator.h"
+
+#include "tests/support/catch.h"
+#include "tests/support/compare.h"
+
+using namespace moetrain;
+using namespace moetrain::parallel;
+
+TEST_CASE("one rank receives what it sends and counts no traffic", "[parallel][cpu]") {
+  const auto group = solo();
+  REQUIRE(group->size() == 1);
+  const std::vector<double> sent{1, 2, 3};
+  std::vector<double> gathered(3), summed(3), exchanged(3);
+  const Communicator::Gather gather{sent.data(), gathered.data(), 24};
+  const Communicator::Scatter scatter{sent.data(), summed.data(), 3, DType::f64};
+  const std::int64_t bytes[] = {24};
+  group->all_gather({&gather, 1});
+  group->reduce_scatter({&scatter, 1});
+  group->all_to_all(sent.data(), bytes, exchanged.data(), bytes);
+  CHECK(gathered == sent);
+  CHECK(summed == sent);
+  CHECK(exchanged == sent);
+  std::vector<double> reduced = sent;
+  group->all_reduce(Tensor(reduced.data(), DType::f64, {3}), Reduction::max);
+  group->broadcast(reduced.data(), 24, 0);
+  group->barrier();
+  CHECK(reduced == sent);
+  CHECK(group->traffic().bytes_gathered == 0);
+  CHECK(group->traffic().bytes_exchanged == 0);
+  CHECK(group->subgroup(std::vector<int>{0})->size() == 1);
+}
+
+TEST_CASE("a dry group counts the bytes of every collective and follows no pointer", "[parallel][cpu]") {
+  const auto group = dry(2, 4);
+  const Communicator::Gather gathers[] = {{nullptr, nullptr, 100}, {nullptr, nullptr, 0}};
+  group->all_gather(gathers);
+  CHECK(group->traffic().bytes_gathered == 300);
+  const Communicator::Scatter scatter{nullptr, nullptr, 10, DType::f64};
+  group->reduce_scatter({&scatter, 1});
+  CHECK(group->traffic().bytes_gathered == 300 + 240);
+  group->all_reduce(Tensor(nullptr, DType::f32, {5}), Reduction::sum);  // shares of 2, out and back
+  CHECK(group->traffic().bytes_gathered == 300 + 240 + 48);
+  const std::int64_t send[] = {1, 2, 1000, 4}, receive[] = {0, 0, 1000, 9};
+  group->all_to_all(nullptr, send, nullptr, receive);
+  CHECK(group->traffic().bytes_exchanged == 7);
+  CHECK(group->traffic().exposed_seconds >= 0);
+}
+
+TEST_CASE("the subgroup of a dry group knows this rank's place among its members", "[parallel][cpu]") {
+  const auto group = dry(2, 4)->subgroup(std::vector<int>{3, 2});
+  CHECK(group->rank() == 1);
+  CHECK(group->size() == 2);
+  CHECK_THROWS_AS(dry(2, 4)->subgroup(std::vector<int>{0, 1}), Error);
+}
+
+TEST_CASE("collectives refuse what no rank could carry out", "[parallel][cpu]") {
+  const auto group = dry(0, 2);
+  const std::int64_t one[] = {1}, two[] = {1, 1}, other_own[] = {2, 1}, negative[] = {1, -1};
+  CHECK_THROWS_AS(group->all_to_all(nullptr, one, nullptr, two), Error);
+  CHECK_THROWS_AS(group->all_to_all(nullptr, two, nullptr, other_own), Error);
+  CHECK_THROWS_AS(group->all_to_all(nullptr, negative, nullptr, negative), Error);
+  CHECK_THROWS_AS(group->broadcast(nullptr, 1, 2), Error);
+  CHECK_THROWS_AS(group->all_reduce(Tensor(nullptr, DType::bf16, {1}), Reduction::sum), Error);
+  const Communicator::Scatter scatter{nullptr, nullptr, 1, DType::bf16};
+  CHECK_THROWS_AS(group->reduce_scatter({&scatter, 1}), Error);
+  CHECK_THROWS_AS(dry(2, 2), Error);
+}
