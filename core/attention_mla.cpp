@@ -187,7 +187,7 @@ void AttentionMla::forward(Pass& pass, ConstTensor x, Kept& k, Tensor indices, T
   if (learns || sparse(pass.config)) in = index_inputs(pass, x, k);
   Tensor probability;
   if (sparse(pass.config)) {
-    if (pass.mode != PassMode::recompute)
+    if (!pass.decided())
       ops::indexer_select(ctx, ops::IndexerSelect{.q = in.q, .k = in.k, .weights = in.weights, .documents = pass.batch.documents, .indices = indices});
     if (learns) probability = pass.scratch_real(indices.shape);
     attend_sparse(pass, k, indices, probability);

@@ -22,6 +22,12 @@ std::vector<int> Model::router_biases() const {
   return ids;
 }
 
+std::vector<Block::Decisions> Model::decisions() const {
+  std::vector<Block::Decisions> all;
+  for (const LayerState& s : layers_) all.push_back(s.decisions);
+  return all;
+}
+
 void Model::gather_layer(Pass& pass, const Layout& layout, std::size_t l) const {
   pass.params.gather(layout.trunk[l]);
   if (layout.experts[l] >= 0) pass.params.gather(layout.experts[l]);
@@ -35,7 +41,7 @@ void Model::reduce_layer(Pass& pass, const Layout& layout, std::size_t l) const 
   if (layout.experts[l] >= 0) pass.params.reduce(layout.experts[l]);
 }
 
-void Model::forward(Pass& pass, const Layout& layout, Tensor logits) {
+void Model::forward(Pass& pass, const Layout& layout, Tensor logits, std::span<const Block::Decisions> held) {
   const bool training = pass.mode != PassMode::evaluate;
   const bool keep_layers = training && pass.config.memory.activation_checkpointing == Checkpointing::none;
   auto& params = pass.params;
@@ -53,7 +59,7 @@ void Model::forward(Pass& pass, const Layout& layout, Tensor logits) {
     LayerState& s = layers_[l];
     s.mark = pass.kept.mark();
     s.p_in = p;
-    s.decisions = blocks_[l].take_decisions(pass);
+    s.decisions = held.empty() ? blocks_[l].take_decisions(pass) : held[l];
     s.p_out = pass.keep({pass.T(), D_});
     const auto inside = pass.kept.mark();
     gather_layer(pass, layout, l);

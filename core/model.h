@@ -13,10 +13,11 @@ class Model {
  public:
   Model(const ModelConfig& model, ParamTable& table);  // declares every parameter
   // Adds the losses and balance counts of the micro-batch. In evaluate mode nothing is kept; otherwise backward must follow.
-  // logits (T, V) of any floating type: also written when present.
-  void forward(Pass& pass, const Layout& layout, Tensor logits = {});
+  // logits (T, V) of any floating type: also written when present. held: the decisions of PassMode::held.
+  void forward(Pass& pass, const Layout& layout, Tensor logits = {}, std::span<const Block::Decisions> held = {});
   void backward(Pass& pass, const Layout& layout);
   int moe_layers() const { return moe_layers_; }
+  std::vector<Block::Decisions> decisions() const;     // of each layer, between forward and backward
   std::vector<int> router_biases() const;              // parameter of each MoE layer, in order
 
  private:

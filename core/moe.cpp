@@ -56,7 +56,7 @@ void Moe::route(Pass& pass, ConstTensor x, Kept& k, Tensor experts) const {
   ops::router(pass.ctx, ops::RouterForward{.logits = k.logits,
                                            .bias = pass.params.weight(bias_),
                                            .rule = rule_,
-                                           .decided = pass.mode == PassMode::recompute,
+                                           .decided = pass.decided(),
                                            .experts = experts,
                                            .weights = k.weights,
                                            .cutoff = cutoff});

@@ -42,6 +42,7 @@ struct BalanceSums {
 enum class PassMode : std::uint8_t {
   train,      // forward for a backward: sums losses and balance
   recompute,  // forward again for a backward: nothing is summed twice, decisions are given
+  held,       // train with given decisions: a loss whose slope exists (its selections do not jump)
   evaluate    // loss only; balance is not fed
 };
 
@@ -61,7 +62,8 @@ struct Pass {
 
   DType real() const { return real_of(dtype); }
   std::int64_t T() const { return batch.T(); }
-  bool sums() const { return mode == PassMode::train; }
+  bool sums() const { return mode == PassMode::train || mode == PassMode::held; }
+  bool decided() const { return mode == PassMode::recompute || mode == PassMode::held; }
   Tensor keep(Shape shape) { return kept.take(dtype, shape); }
   Tensor keep_real(Shape shape) { return kept.take(real(), shape); }
   Tensor scratch(Shape shape) { return ctx.scratch.take(dtype, shape); }

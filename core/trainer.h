@@ -48,7 +48,7 @@ class Trainer {
   const Config& config() const { return config_; }
   const ParamTable& table() const { return table_; }
   const Layout& layout() const { return layout_; }
-  const Model& model() const { return model_; }
+  Model& model() { return model_; }
   parallel::Mesh& mesh() { return mesh_; }
   parallel::ShardedParams& params() { return *params_; }
   Optimizer& optimizer() { return *optimizer_; }
@@ -57,14 +57,16 @@ class Trainer {
   Progress progress() const;
   void set_progress(const Progress& p);
 
- private:
+  // The parts of a step, for tests that look between forward and backward.
   struct Totals {                   // of the global batch
     std::int64_t labels = 0, tokens = 0, sequences = 0;
   };
-  Totals count(std::span<const io::Batch> batches);
-  MicroBatch upload(const io::Batch& batch);
+  Totals count(std::span<const io::Batch> batches);                               // collective
+  MicroBatch upload(const io::Batch& batch);                                      // onto the stack of kept tensors
   Pass make_pass(const MicroBatch& batch, const Totals& totals, PassMode mode);
   void zero_sums();
+
+ private:
   void reduce_losses(const Totals& totals, StepResult& result);
   void reduce_counts(StepResult& result);
   void update_balance(const StepResult& result);

@@ -59,6 +59,7 @@ TEST_CASE("permute sorts, spreads and collects a case worked by hand", "[ops][cp
 }
 
 TEST_CASE("permute keeps rows of an expert in token order, whatever the sizes", "[ops][cpu]") {
+  const bool all_to_one = GENERATE(false, true);
   struct Size {
     std::int64_t T, K, E;
   };
@@ -66,7 +67,6 @@ TEST_CASE("permute keeps rows of an expert in token order, whatever the sizes", 
        {Size{1, 1, 1}, Size{0, 3, 4}, Size{13, 3, 7}, Size{101, 4, 200}, Size{257, 16, 31}, Size{50, 2, 3}}) {
     CAPTURE(T, K, E);
     Bench b;
-    const auto all_to_one = GENERATE(false, true);
     const auto s = sorted(b, T, K, E, [&, n = E](auto t, auto k) { return all_to_one ? n - 1 : scattered(t, k, n); });
     std::vector<std::pair<std::int64_t, std::int64_t>> slots;  // (expert, slot)
     for (std::int64_t i = 0; i < T * K; ++i) slots.emplace_back(std::int64_t(Bench::get(s.experts, i)), i);
