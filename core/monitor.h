@@ -1,0 +1,35 @@
+// monitor.h -- figures of a step that a person watches: expert load, speed, memory, time; as metrics row and as one aligned line.
+#pragma once
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/trainer.h"
+
+namespace moetrain::core {
+
+// Rows an expert got, over the mean of its layer: the worst figures of any layer. Empty without experts or rows.
+struct ExpertLoad {
+  double max = 0, p95 = 0, min = 0;
+  std::int64_t layer = 0, expert = 0;  // of max: MoE layer from 0
+};
+std::optional<ExpertLoad> expert_load(const std::vector<std::int64_t>& tokens, std::int64_t layers, std::int64_t experts);
+
+// What the loop measured around a step, of all ranks.
+struct StepMeasures {
+  double seconds = 0;
+  std::int64_t device_peak_bytes = 0, host_peak_bytes = 0;  // the largest of any rank
+  double exposed_comm_seconds = 0;                          // likewise
+  double model_flops = 0;                                   // of the global batch
+  int ranks = 1;
+  std::optional<double> eval_loss;
+  std::int64_t tokens_seen = 0;
+};
+
+std::vector<std::string> metric_columns();
+// In the order of metric_columns; what does not apply is empty.
+std::vector<std::optional<double>> metric_row(const Config& config, const StepResult& result, const StepMeasures& measures);
+// "step   12/300  loss 2.3456  norm 1.234  lr 3.0e-03  12.3k tok/s  load 1.34  left 0:45"
+std::string step_line(const Config& config, const StepResult& result, const StepMeasures& measures, double seconds_left);
+
+}  // namespace moetrain::core

@@ -1,0 +1,252 @@
+// train_loop.cpp -- resume, steps, evaluation, checkpoints, the run folder, and the end.
+#include "core/train_loop.h"
+
+#include <spdlog/sinks/basic_file_sink.h>
+#include <spdlog/spdlog.h>
+#include <sys/resource.h>
+
+#include <chrono>
+#include <filesystem>
+#include <optional>
+
+#include "core/checkpoint.h"
+#include "core/monitor.h"
+#include "core/plan.h"
+#include "core/together.h"
+#include "core/trainer.h"
+#include "io/files.h"
+#include "io/run_log.h"
+
+namespace moetrain::core {
+namespace fs = std::filesystem;
+namespace {
+
+io::DataOptions data_options(const Config& c, const std::vector<std::string>& paths) {
+  return {.paths = paths,
+          .format = c.data.format,
+          .sequence_length = c.data.sequence_length,
+          .packing = c.data.packing,
+          .shuffle = c.data.shuffle,
+          .seed = c.run.seed,
+          .vocab_size = c.model.vocab_size,
+          .exclude = paths == c.data.train ? c.data.exclude : std::vector<std::string>{}};
+}
+
+std::int64_t host_peak_bytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_maxrss * 1024;
+}
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// The log's file, attached to the default logger while a run lasts.
+class LogFile {
+ public:
+  explicit LogFile(const std::string& path) : sink_(std::make_shared<spdlog::sinks::basic_file_sink_mt>(path)) {
+    sink_->set_pattern("%Y-%m-%d %H:%M:%S  %v");
+    spdlog::default_logger()->sinks().push_back(sink_);
+  }
+  ~LogFile() {
+    auto& sinks = spdlog::default_logger()->sinks();
+    std::erase(sinks, std::static_pointer_cast<spdlog::sinks::sink>(sink_));
+  }
+  LogFile(const LogFile&) = delete;
+  LogFile& operator=(const LogFile&) = delete;
+
+ private:
+  std::shared_ptr<spdlog::sinks::basic_file_sink_mt> sink_;
+};
+
+class Run {
+ public:
+  Run(const Config& config, std::unique_ptr<parallel::Communicator> world, Device device, const TrainOptions& options)
+      : config_(config),
+        options_(options),
+        checkpoints_(config.run.dir + "/checkpoints"),
+        trainer_(config, std::move(world), device),
+        control_(*trainer_.mesh().world().control) {}
+
+  ExitCode run() {
+    together(control_, [&] { open_data(); });
+    start();
+    together(control_, [&] { open_run_folder(); });
+    ExitCode code = ExitCode::done;
+    std::string cause = "all steps done";
+    const std::int64_t first = trainer_.progress().step;
+    while (trainer_.progress().step < config_.training.steps) {
+      if (requested()) {
+        code = ExitCode::stopped;
+        cause = "stopped by a signal";
+        break;
+      }
+      one_step();
+      if (nonfinite_in_a_row_ > 0 && nonfinite_in_a_row_ >= config_.training.max_nonfinite) {
+        code = ExitCode::gave_up;
+        cause = "gave up after " + std::to_string(nonfinite_in_a_row_) + " steps in a row without finite gradients";
+        break;
+      }
+      if (options_.stop_after > 0 && trainer_.progress().step - first >= options_.stop_after) {
+        cause = "stopped after " + std::to_string(options_.stop_after) + " steps as asked";
+        break;
+      }
+    }
+    finish(code, cause);
+    return code;
+  }
+
+ private:
+  bool main_rank() const { return control_.rank() == 0; }
+
+  void open_data() {
+    train_ = std::make_unique<io::BatchSource>(data_options(config_, config_.data.train));
+    if (!config_.data.eval.empty()) eval_ = std::make_unique<io::BatchSource>(data_options(config_, config_.data.eval));
+  }
+
+  // Weights: fresh, or those of a checkpoint.
+  void start() {
+    std::string from;
+    together(control_, [&] {
+      if (options_.resume == "auto") from = latest_checkpoint(checkpoints_);
+      else if (options_.resume != "never") from = options_.resume;
+    });
+    if (from.empty()) {
+      trainer_.initialize();
+      return;
+    }
+    load_checkpoint(trainer_, from, options_.resume == "auto");
+    saved_step_ = options_.resume == "auto" ? trainer_.progress().step : -1;
+    if (main_rank()) spdlog::info("resumed from {} at step {}", from, trainer_.progress().step);
+  }
+
+  void open_run_folder() {
+    if (!main_rank()) return;
+    fs::create_directories(checkpoints_);
+    log_file_.emplace(config_.run.dir + "/log.txt");
+    io::remove_exit(config_.run.dir);
+    io::write_text_atomically(config_.run.dir + "/job.yaml", io::to_yaml(config_to_yaml(config_)));
+    log_.emplace(config_.run.dir, metric_columns(), trainer_.model().moe_layers(), config_.model.num_experts);
+    log_->resume_after(trainer_.progress().step);
+    const auto counts = count_parameters(config_);
+    spdlog::info("{}: {} parameters, {} active a token; {} ranks: data {} x expert {}; {} sequences of {} tokens a step; {} windows of training data",
+                 config_.run.name, counts.total, counts.active_per_token, control_.size(), config_.parallel.data_parallel,
+                 config_.parallel.expert_parallel, config_.sequences_per_step(), config_.data.sequence_length, train_->windows());
+  }
+
+  void one_step() {
+    const bool profiled = trainer_.progress().step - first_profiled() < config_.monitor.profile_steps;
+    trainer_.context().times = profiled ? &times_ : nullptr;
+    const auto start = std::chrono::steady_clock::now();
+    const double waited = trainer_.mesh().traffic().exposed_seconds;
+    std::vector<io::Batch> batches;
+    together(control_, [&] { batches = trainer_.next_batches(*train_); });
+    const StepResult result = trainer_.step(batches);
+    StepMeasures m;
+    m.seconds = seconds_since(start);
+    m.exposed_comm_seconds = trainer_.mesh().traffic().exposed_seconds - waited;
+    trainer_.context().times = nullptr;
+    run_seconds_ += m.seconds;
+    ++run_steps_;
+
+    nonfinite_in_a_row_ = result.skipped == Skipped::nonfinite ? nonfinite_in_a_row_ + 1 : 0;
+    const bool last = result.step == config_.training.steps;
+    if (eval_ && (last || (config_.training.eval_every > 0 && result.step % config_.training.eval_every == 0)))
+      m.eval_loss = trainer_.evaluate(*eval_, config_.training.eval_batches);
+    measure(result, m);
+    together(control_, [&] { report(result, m); });
+    if (profiled && run_steps_ == config_.monitor.profile_steps) report_times();
+    if (config_.checkpoint.every > 0 && result.step % config_.checkpoint.every == 0) save();
+  }
+
+  void measure(const StepResult& result, StepMeasures& m) {
+    double worst[3] = {double(trainer_.memory().peak()), double(host_peak_bytes()), m.exposed_comm_seconds};
+    control_.all_reduce(Tensor(worst, DType::f64, {3}), parallel::Reduction::max);
+    m.device_peak_bytes = std::int64_t(worst[0]);
+    m.host_peak_bytes = std::int64_t(worst[1]);
+    m.exposed_comm_seconds = worst[2];
+    m.model_flops = step_flops(config_, result.tokens).total();
+    m.ranks = control_.size();
+    m.tokens_seen = trainer_.progress().tokens;
+  }
+
+  void report(const StepResult& r, const StepMeasures& m) {
+    if (!main_rank()) return;
+    const std::int64_t layers = trainer_.model().moe_layers(), E = config_.model.num_experts;
+    log_->append(metric_row(config_, r, m), layers > 0 ? ConstTensor(r.expert_tokens.data(), DType::i64, {layers, E}) : ConstTensor{});
+    const double left = run_seconds_ / double(run_steps_) * double(config_.training.steps - r.step);
+    spdlog::info("{}", step_line(config_, r, m, left));
+    if (r.skipped == Skipped::no_labels) spdlog::warn("step {}: no label in the whole batch; update skipped", r.step);
+    if (r.skipped == Skipped::nonfinite)
+      spdlog::warn("step {}: loss {} or gradient norm {} is not finite; update skipped ({} in a row)", r.step, r.loss, r.grad_norm, nonfinite_in_a_row_);
+    if (layers == 0 || config_.monitor.expert_load_alert <= 0) return;
+    const auto load = expert_load(r.expert_tokens, layers, E);
+    if (load && load->max > config_.monitor.expert_load_alert)
+      spdlog::warn("step {}: expert {} of MoE layer {} got {:.1f} times the mean load (alert at {})", r.step, load->expert, load->layer, load->max,
+                   config_.monitor.expert_load_alert);
+  }
+
+  void report_times() const {
+    if (!main_rank()) return;
+    double total = 0;
+    std::vector<std::pair<double, std::string>> rows;
+    for (const auto& [name, entry] : times_.by_op) {
+      total += entry.seconds;
+      rows.emplace_back(entry.seconds, name);
+    }
+    std::sort(rows.rbegin(), rows.rend());
+    const double steps = double(config_.monitor.profile_steps);
+    spdlog::info("time by op on this rank, a step, over {} steps of {:.1f} ms:", config_.monitor.profile_steps, run_seconds_ / double(run_steps_) * 1e3);
+    for (const auto& [seconds, name] : rows)
+      spdlog::info("  {:28} {:9.3f} ms  {:5.1f} %  {:6.0f} calls", name, seconds / steps * 1e3, 100 * seconds / run_seconds_,
+                   double(times_.by_op.at(name).calls) / steps);
+    spdlog::info("  {:28} {:9.3f} ms  {:5.1f} %", "exchange, waiting and the rest", (run_seconds_ - total) / steps * 1e3,
+                 100 * (run_seconds_ - total) / run_seconds_);
+  }
+
+  void save() {
+    const auto start = std::chrono::steady_clock::now();
+    save_checkpoint(trainer_, checkpoints_, config_.checkpoint.keep);
+    saved_step_ = trainer_.progress().step;
+    if (main_rank()) spdlog::info("checkpoint at step {} in {:.1f} s", saved_step_, seconds_since(start));
+  }
+
+  // A signal on any rank stops all of them at the same step.
+  bool requested() {
+    std::int64_t stop = options_.stop_requested && options_.stop_requested();
+    control_.all_reduce(Tensor(&stop, DType::i64, {1}), parallel::Reduction::max);
+    return stop != 0;
+  }
+
+  void finish(ExitCode code, const std::string& cause) {
+    if (code != ExitCode::gave_up && saved_step_ != trainer_.progress().step) save();
+    together(control_, [&] {
+      if (!main_rank()) return;
+      io::write_exit(config_.run.dir, code, cause, std::nullopt, trainer_.progress().step);
+      spdlog::info("{}; run folder {}", cause, config_.run.dir);
+    });
+  }
+
+  std::int64_t first_profiled() const { return trainer_.progress().step - run_steps_; }
+
+  const Config& config_;
+  const TrainOptions& options_;
+  std::string checkpoints_;
+  Trainer trainer_;
+  parallel::Communicator& control_;
+  std::unique_ptr<io::BatchSource> train_, eval_;
+  std::optional<LogFile> log_file_;
+  std::optional<io::RunLog> log_;
+  ops::OpTimes times_;
+  double run_seconds_ = 0;
+  std::int64_t run_steps_ = 0, nonfinite_in_a_row_ = 0, saved_step_ = -1;
+};
+
+}  // namespace
+
+ExitCode train(const Config& config, std::unique_ptr<parallel::Communicator> world, Device device, const TrainOptions& options) {
+  return Run(config, std::move(world), device, options).run();
+}
+
+}  // namespace moetrain::core
