@@ -1,0 +1,127 @@
+// ops/cpu/short_conv.cpp -- the convolution as loops over tokens, for a few neighbouring channels at a time.
+#include "ops/short_conv.h"
+
+#include <omp.h>
+
+#include <algorithm>
+
+#include "ops/cpu/exp.h"
+#include "ops/cpu/types.h"
+
+namespace moetrain::ops {
+namespace {
+
+constexpr std::int64_t kLanes = 32;  // channels of one pass: what a thread owns, so that sums over tokens stay with it
+constexpr std::int64_t kWorthThreads = 1 << 14;
+
+// (P, 1, k) -> (k, P), so that the inner loops run over channels.
+template <class R>
+R* taps_first(Context& ctx, ConstTensor w) {
+  const auto P = w.shape[0], k = w.shape[2];
+  R* taps = ctx.scratch.take(w.dtype, {k, P}).template as<R>();
+  const R* from = w.as<R>();
+  for (std::int64_t p = 0; p < P; ++p)
+    for (std::int64_t i = 0; i < k; ++i) taps[i * P + p] = from[p * k + i];
+  return taps;
+}
+
+// c[lane] of token t; u and taps stand at the first of the channels.
+template <class T, class R>
+void convolve(const T* u, const R* taps, std::int64_t k, std::int64_t P, std::int64_t lanes, std::int64_t begin, std::int64_t t,
+              R* c) {
+  std::fill_n(c, lanes, R(0));
+  for (std::int64_t i = std::max<std::int64_t>(0, begin - t + k - 1); i < k; ++i) {
+    const T* row = u + (t - (k - 1) + i) * P;
+    const R* tap = taps + i * P;
+#pragma omp simd
+    for (std::int64_t p = 0; p < lanes; ++p) c[p] += tap[p] * R(row[p]);
+  }
+}
+
+template <class T>
+void forward(Context& ctx, const ShortConvForward& a) {
+  using R = cpu::acc_t<T>;
+  const auto P = a.u.shape[1], k = a.w.shape[2];
+  const T* u = a.u.as<T>();
+  T* y = a.y.as<T>();
+  const R* taps = taps_first<R>(ctx, a.w);
+  for (std::int64_t n = 0; n < a.documents.count(); ++n) {
+    const auto begin = a.documents.begin(n), end = a.documents.end(n);
+#pragma omp parallel for if ((end - begin) * P > kWorthThreads)
+    for (std::int64_t t = begin; t < end; ++t) {
+      R c[kLanes];
+      for (std::int64_t p0 = 0; p0 < P; p0 += kLanes) {
+        const auto lanes = std::min(kLanes, P - p0);
+        convolve(u + p0, taps + p0, k, P, lanes, begin, t, c);
+        T* out = y + t * P + p0;
+#pragma omp simd
+        for (std::int64_t p = 0; p < lanes; ++p) out[p] = T(c[p] * cpu::sigmoid(c[p]));
+      }
+    }
+  }
+}
+
+template <class T>
+void backward(Context& ctx, const ShortConvBackward& a) {
+  using R = cpu::acc_t<T>;
+  const auto P = a.u.shape[1], k = a.w.shape[2];
+  const T *dy = a.dy.as<T>(), *u = a.u.as<T>();
+  T* du = a.du.as<T>();
+  R* dw = a.dw.present() ? a.dw.as<R>() : nullptr;
+  const R* taps = taps_first<R>(ctx, a.w);
+  const std::int64_t threads = omp_get_max_threads(), padded = a.documents.longest() + k - 1;
+  R* all_dc = ctx.scratch.take(real_of(a.u.dtype), {threads, padded, kLanes}).template as<R>();
+  R* all_sums = ctx.scratch.take(real_of(a.u.dtype), {threads, k, kLanes}).template as<R>();
+#pragma omp parallel for if (a.u.count() > kWorthThreads)
+  for (std::int64_t p0 = 0; p0 < P; p0 += kLanes) {
+    const auto lanes = std::min(kLanes, P - p0);
+    R* dc = all_dc + omp_get_thread_num() * padded * kLanes;
+    R* sums = all_sums + omp_get_thread_num() * k * kLanes;
+    std::fill_n(sums, k * kLanes, R(0));
+    for (std::int64_t n = 0; n < a.documents.count(); ++n) {
+      const auto begin = a.documents.begin(n), length = a.documents.end(n) - begin;
+      std::fill_n(dc + length * kLanes, (k - 1) * kLanes, R(0));  // gradients of the tokens that the document does not have
+      for (std::int64_t t = 0; t < length; ++t) {
+        R* row = dc + t * kLanes;
+        convolve(u + p0, taps + p0, k, P, lanes, begin, begin + t, row);
+        const T* dy_row = dy + (begin + t) * P + p0;
+#pragma omp simd
+        for (std::int64_t p = 0; p < lanes; ++p) {
+          const R c = row[p], s = cpu::sigmoid(c);
+          row[p] = R(dy_row[p]) * s * (1 + c * (1 - s));
+        }
+        for (std::int64_t i = std::max<std::int64_t>(0, k - 1 - t); i < k; ++i) {
+          const T* u_row = u + (begin + t - (k - 1) + i) * P + p0;
+#pragma omp simd
+          for (std::int64_t p = 0; p < lanes; ++p) sums[i * kLanes + p] += row[p] * R(u_row[p]);
+        }
+      }
+      for (std::int64_t t = 0; t < length; ++t) {
+        R sum[kLanes] = {};
+        for (std::int64_t i = 0; i < k; ++i) {
+          const R *row = dc + (t + k - 1 - i) * kLanes, *tap = taps + i * P + p0;
+#pragma omp simd
+          for (std::int64_t p = 0; p < lanes; ++p) sum[p] += tap[p] * row[p];
+        }
+        T* out = du + (begin + t) * P + p0;
+        for (std::int64_t p = 0; p < lanes; ++p) out[p] = T(sum[p]);
+      }
+    }
+    if (dw)
+      for (std::int64_t p = 0; p < lanes; ++p)
+        for (std::int64_t i = 0; i < k; ++i) dw[(p0 + p) * k + i] += sums[i * kLanes + p];
+  }
+}
+
+}  // namespace
+
+void cpu::short_conv(Context& ctx, const ShortConvForward& a) {
+  Scope scope(ctx.scratch);
+  with_storage(a.u.dtype, [&](auto storage) { forward<decltype(storage)>(ctx, a); });
+}
+void cpu::short_conv(Context& ctx, const ShortConvBackward& a) {
+  Scope scope(ctx.scratch);
+  with_storage(a.u.dtype, [&](auto storage) { backward<decltype(storage)>(ctx, a); });
+}
+
+}  // namespace moetrain::ops
