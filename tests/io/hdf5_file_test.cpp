@@ -1,6 +1,8 @@
 // hdf5_file_test.cpp -- do data sets keep their bits, and is every wrong file, type, row and source refused in words?
 #include "io/hdf5_file.h"
 
+#include <hdf5.h>
+
 #include <cmath>
 #include <cstring>
 #include <filesystem>
@@ -61,6 +63,19 @@ TEST_CASE("data sets of every type come back bit for bit", "[io][cpu]") {
   CHECK(file.names("optimizer/exp_avg") == std::vector<std::string>{name});
   CHECK(file.has("optimizer/exp_avg/" + name));
   CHECK_FALSE(file.has("optimizer/exp_avg_sq/" + name));
+}
+
+TEST_CASE("bf16 in a file is the same number to any other program", "[io][cpu]") {
+  const test::TempFolder folder;
+  test::Bench bench;
+  const std::vector<double> values = {1, -2.5, 0.15625, 3.3895313892515355e38, 9.183549615799121e-41};  // the last is the smallest
+  Hdf5File::create(folder / "x.h5").write("w", bench.of(DType::bf16, {5}, values));
+  const hid_t file = H5Fopen((folder / "x.h5").c_str(), H5F_ACC_RDONLY, H5P_DEFAULT), dataset = H5Dopen2(file, "w", H5P_DEFAULT);
+  std::vector<double> read(5);
+  CHECK(H5Dread(dataset, H5T_NATIVE_DOUBLE, H5S_ALL, H5S_ALL, H5P_DEFAULT, read.data()) >= 0);
+  H5Dclose(dataset);
+  H5Fclose(file);
+  CHECK(read == values);
 }
 
 TEST_CASE("rows are written where they belong and a scalar is a data set too", "[io][cpu]") {

@@ -73,7 +73,8 @@ TEST_CASE("numbers are written so that they read back bit for bit", "[io][cpu]")
   CHECK(io::number_text(-0.0) == "-0");
   CHECK(io::number_text(std::numeric_limits<double>::quiet_NaN()) == "nan");
   CHECK(io::number_text(-std::numeric_limits<double>::infinity()) == "-inf");
-  for (const double x : {1.0 / 3, 1e300, 5e-324, 123456789012345680.0, -2.5e-7, 8.9e15}) CHECK(std::strtod(io::number_text(x).c_str(), nullptr) == x);
+  for (const double x : {1.0 / 3, 1e300, 5e-324, 123456789012345680.0, -2.5e-7, 8.9e15})
+    CHECK(std::strtod(io::number_text(x).c_str(), nullptr) == x);
 }
 
 TEST_CASE("a log holds its rows in both files", "[io][cpu]") {
@@ -138,6 +139,9 @@ TEST_CASE("a crash in the middle of a row costs that row and no other", "[io][cp
   CHECK(log.resume_after(3) == left);
   CHECK(difference_from_steps(folder, left) == "");
   append_step(log, left + 1);
+  CHECK(difference_from_steps(folder, left + 1) == "");
+  std::filesystem::remove(h5);  // now the journal alone knows the counts
+  log.resume_after(left + 1);
   CHECK(difference_from_steps(folder, left + 1) == "");
 }
 
