@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "io/batch_source.h"
@@ -38,6 +39,7 @@ struct IndexerConfig {  // dsa_config
   std::int64_t index_n_heads = 0, index_head_dim = 0, index_topk = 0;
   double index_norm_eps = 1e-5;
   bool index_norm_bias = true;
+  std::vector<std::int64_t> layers;               // 1-based, optional: must be full_attn_layers
 };
 
 // Field names and meanings of the public config.json of the family.
@@ -174,16 +176,20 @@ struct Fault {
   std::string text;   // what is wrong, with the numbers, and what would be right
 };
 
-// The job as understood, presets and --set applied; faults of spelling, type and range are added to `faults`.
+// The job as understood, presets and --set applied; faults of spelling, type and range are added to `faults`, which is then ordered
+// by line. `folder` is the job's, where a preset that is a path is looked for.
 Config read_config(const io::YamlNode& job, const std::vector<std::string>& set, const std::string& folder, std::vector<Fault>& faults);
 // Rules between values, and against the number of ranks (0: not checked) and the file system (data paths).
 void check_config(const Config& config, const io::YamlNode& job, int ranks, std::vector<Fault>& faults);
-// Every key with its value, in the order of the structs: what <run.dir>/job.yaml holds. read_config(to_yaml(c)) == c.
+// Every key with its value, in the order of the structs: what <run.dir>/job.yaml holds. read_config(to_yaml(c)) == c, but for
+// model.preset, which is written out as the keys it stands for.
 io::YamlNode config_to_yaml(const Config& config);
 // section.key, type, default and meaning of every key: what configs/README.md is held to.
 struct KeyDoc {
   std::string key, type, default_text, meaning;
 };
 std::vector<KeyDoc> documented_keys();
+
+std::optional<std::int64_t> parse_bytes(std::string_view text);  // 4096, 8GiB, 141GB, 1.5TB; nothing when it is no size
 
 }  // namespace moetrain::core

@@ -1,0 +1,576 @@
+// config.cpp -- a job's texts to typed values and back: strict reading with every fault at once, presets, --set, and the list of keys.
+#include "core/config.h"
+
+#include <cmath>
+#include <filesystem>
+#include <limits>
+#include <set>
+
+#include "core/config_keys.h"
+#include "core/presets.h"
+
+namespace moetrain::core {
+namespace {
+
+using io::YamlNode;
+
+constexpr const char* kNotDone = "is known, but this version does not ";
+
+// --- single values
+
+template <class T>
+bool parse_number(const std::string& text, T& out) {
+  const char* end = text.data() + text.size();
+  T value{};
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || stop != end) return false;
+  if constexpr (std::floating_point<T>)
+    if (!std::isfinite(value)) return false;
+  out = value;
+  return true;
+}
+
+template <class T>
+  requires(std::integral<T> || std::floating_point<T>)
+bool parse(const YamlNode& n, T& out) {
+  return n.kind == YamlNode::scalar && parse_number(n.text, out);
+}
+bool parse(const YamlNode& n, bool& out) {
+  if (n.kind != YamlNode::scalar || (n.text != "true" && n.text != "false")) return false;
+  out = n.text == "true";
+  return true;
+}
+bool parse(const YamlNode& n, std::string& out) {
+  if (n.kind != YamlNode::scalar) return false;
+  out = n.text;
+  return true;
+}
+template <class T>
+bool parse(const YamlNode& n, std::vector<T>& out) {
+  constexpr bool kTexts = std::is_same_v<T, std::string>;
+  std::vector<T> values;
+  if (kTexts && n.kind == YamlNode::scalar) {
+    values.emplace_back();
+    if (!parse(n, values.back())) return false;
+  } else {
+    if (n.kind != YamlNode::list) return false;
+    for (const YamlNode& item : n.items)
+      if (T value{}; parse(item, value)) values.push_back(std::move(value));
+      else return false;
+  }
+  out = std::move(values);
+  return true;
+}
+template <class T>
+bool parse(const YamlNode& n, std::optional<T>& out) {
+  T value{};
+  if (n.kind == YamlNode::null) {
+    out.reset();
+    return true;
+  }
+  if (!parse(n, value)) return false;
+  out = value;
+  return true;
+}
+
+YamlNode scalar(std::string text) {
+  YamlNode n;
+  n.kind = YamlNode::scalar;
+  n.text = std::move(text);
+  return n;
+}
+YamlNode write(bool value) { return scalar(value ? "true" : "false"); }
+YamlNode write(const std::string& value) { return scalar(value); }
+YamlNode write(double value) { return scalar(number_text(value)); }
+template <std::integral T>
+YamlNode write(T value) {
+  return scalar(std::to_string(value));
+}
+template <class T>
+YamlNode write(const std::vector<T>& values) {
+  YamlNode n;
+  n.kind = YamlNode::list;
+  for (const T& value : values) n.items.push_back(write(value));
+  return n;
+}
+template <class T>
+YamlNode write(const std::optional<T>& value) {
+  return value ? write(*value) : YamlNode{};
+}
+
+// --- what a rule allows
+
+template <class T>
+struct IsList : std::false_type {};
+template <class T>
+struct IsList<std::vector<T>> : std::true_type {};
+
+bool inside(const Rule& r, double value) {
+  return (r.above_low ? value > r.low : value >= r.low) && (r.below_high ? value < r.high : value <= r.high);
+}
+template <class T>
+bool allows(const Rule& r, const T& value) {
+  if constexpr (IsOptional<T>::value) {
+    return !value || allows(r, *value);
+  } else if constexpr (std::is_same_v<T, bool>) {
+    return true;
+  } else if constexpr (std::is_same_v<T, std::string>) {
+    return double(value.size()) >= r.low;
+  } else if constexpr (std::is_same_v<T, std::vector<std::string>>) {
+    return double(value.size()) >= r.low && std::none_of(value.begin(), value.end(), [](const auto& text) { return text.empty(); });
+  } else if constexpr (IsList<T>::value) {
+    return std::all_of(value.begin(), value.end(), [&](const auto& item) { return allows(r, item); });
+  } else {
+    return inside(r, double(value));
+  }
+}
+
+std::string bounds_text(const Rule& r) {
+  const bool low = r.low > -kInfinity, high = r.high < kLargestSize;
+  if (low && high)
+    return std::string(" in ") + (r.above_low ? "(" : "[") + number_text(r.low) + ", " + number_text(r.high) + (r.below_high ? ")" : "]");
+  if (low) return (r.above_low ? " > " : " >= ") + number_text(r.low);
+  return "";
+}
+template <class T>
+std::string type_text(const Rule& r) {
+  if constexpr (IsOptional<T>::value) {
+    return type_text<typename T::value_type>(r);
+  } else if constexpr (std::is_same_v<T, bool>) {
+    return "true or false";
+  } else if constexpr (std::is_same_v<T, std::string>) {
+    return "text";
+  } else if constexpr (std::is_same_v<T, std::vector<std::string>>) {
+    return "text or list of texts";
+  } else if constexpr (IsList<T>::value) {
+    return "list of integers" + bounds_text(r);
+  } else if constexpr (std::floating_point<T>) {
+    return "number" + bounds_text(r);
+  } else {
+    return "integer" + (std::is_unsigned_v<T> ? bounds_text(at_least(0)) : bounds_text(r));
+  }
+}
+template <class T>
+std::string choices_text(Choices<T> choices) {
+  std::string text;
+  for (const auto& c : choices) text += (text.empty() ? "" : ", ") + std::string(c.name);
+  return choices.size() > 1 ? "one of " + text : "only " + text;
+}
+
+std::string shown(const YamlNode& n) {
+  switch (n.kind) {
+    case YamlNode::null: return "has no value";
+    case YamlNode::scalar: return "is '" + n.text + "'";
+    case YamlNode::list: {
+      std::string text;
+      for (const YamlNode& item : n.items) text += (text.empty() ? "" : ", ") + (item.kind == YamlNode::scalar ? item.text : "...");
+      return "is [" + (text.size() > 60 ? text.substr(0, 57) + "..." : text) + "]";
+    }
+    case YamlNode::map: return "is a map of keys";
+  }
+  return "";
+}
+
+// --- near names
+
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = row[0];
+    row[0] = i;
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t above = row[j];
+      row[j] = std::min({above + 1, row[j - 1] + 1, diagonal + (a[i - 1] == b[j - 1] ? 0 : 1)});
+      diagonal = above;
+    }
+  }
+  return row[b.size()];
+}
+// Empty when nothing is near enough to be meant.
+std::string nearest(const std::string& name, const std::vector<std::string>& known) {
+  std::string best;
+  std::size_t least = std::max<std::size_t>(2, name.size() / 3) + 1;
+  for (const std::string& k : known)
+    if (const auto distance = edit_distance(name, k); distance < least) {
+      least = distance;
+      best = k;
+    }
+  return best;
+}
+std::string leaf(const std::string& key) { return key.substr(key.rfind('.') + 1); }
+
+// --- the visitors
+
+// Where faults go: those of a preset's file stand at the line of the job that names it.
+struct Report {
+  std::vector<Fault>& faults;
+  std::string file = {};  // empty: the job
+  int preset_line = 0;
+  void add(int line, const std::string& key, const std::string& text) {
+    if (file.empty()) faults.push_back({line, key, text});
+    else faults.push_back({preset_line, key, "in " + file + ":" + std::to_string(line) + ": " + text});
+  }
+};
+
+class Reader {
+ public:
+  Reader(const YamlNode& map, std::string path, Report& report) : map_(map), path_(std::move(path)), report_(report) {}
+
+  template <class T>
+  void key(const Name& name, T& field, const char*, const Rule& rule = {}) {
+    const YamlNode* n = find(name);
+    if (!n) return;
+    T value{};
+    const std::string expected = ", expected " + type_text<T>(rule);
+    if (!parse(*n, value) || !allows(rule, value)) return fault(*n, name, shown(*n) + expected);
+    if (rule.undone && value != field) return fault(*n, name, shown(*n) + ": it " + kNotDone + rule.undone);
+    field = std::move(value);
+  }
+
+  template <class T>
+  void choice(const Name& name, T& field, Choices<T> choices, const char*, Undone undone = {}) {
+    const YamlNode* n = find(name);
+    if (!n) return;
+    for (const auto& c : choices)
+      if (n->kind == YamlNode::scalar && n->text == c.name) {
+        field = c.value;
+        return;
+      }
+    for (const auto& u : undone)
+      if (n->kind == YamlNode::scalar && n->text == u.name) return fault(*n, name, shown(*n) + ": it " + kNotDone + u.value);
+    fault(*n, name, shown(*n) + ", expected " + choices_text<T>(choices));
+  }
+
+  void pair(const Name& name, double& first, double& second, const char*, const Rule& rule) {
+    const YamlNode* n = find(name);
+    if (!n) return;
+    std::vector<double> values;
+    if (!parse(*n, values) || values.size() != 2 || !allows(rule, values))
+      return fault(*n, name, shown(*n) + ", expected a list of two numbers" + bounds_text(rule));
+    first = values[0];
+    second = values[1];
+  }
+
+  template <class T, class Keys>
+  void section(const Name& name, T& field, Keys keys) {
+    const YamlNode* n = find(name);
+    if (!n) return;
+    if constexpr (IsOptional<T>::value) {
+      if (n->kind == YamlNode::null) return field.reset();
+      if (!field) field.emplace();
+      read_section(*n, name, *field, keys);
+    } else if (n->kind != YamlNode::null) {
+      read_section(*n, name, field, keys);
+    }
+  }
+
+  void preset(const Name& name, std::string& field, const char* meaning) { key(name, field, meaning); }
+
+  template <class Valid>
+  void accepted(const Name& name, const char* type, Valid valid, const char*) {
+    const YamlNode* n = find(name);
+    if (n && n->kind != YamlNode::null && !valid(*n)) fault(*n, name, shown(*n) + ", expected " + type);
+  }
+
+  void undone(const Name& name, const char* what) {
+    const YamlNode* n = find(name);
+    if (n && n->kind != YamlNode::null) fault(*n, name, std::string(kNotDone) + what);
+  }
+
+  void refuse_unknown() {
+    for (const auto& [name, value] : map_.entries) {
+      if (std::find(known_.begin(), known_.end(), name) != known_.end()) continue;
+      std::string near = nearest(name, known_);
+      if (near.empty()) {
+        for (const KeyDoc& doc : documented_keys())
+          if (near.empty() && leaf(doc.key) == name) near = doc.key;
+      }
+      report_.add(value.key_line, path_ + name, "unknown key" + (near.empty() ? "" : ", did you mean " + near + "?"));
+    }
+  }
+
+ private:
+  const YamlNode* find(const Name& name) {
+    const YamlNode* found = map_.find(name.text);
+    known_.emplace_back(name.text);
+    for (const char* other : name.synonyms) {
+      known_.emplace_back(other);
+      const YamlNode* again = map_.find(other);
+      if (found && again) report_.add(again->key_line, path_ + other, std::string("is another name of ") + name.text + ": one value is given twice");
+      else if (again) found = again;
+    }
+    return found;
+  }
+  template <class T, class Keys>
+  void read_section(const YamlNode& n, const Name& name, T& field, Keys keys) {
+    if (n.kind != YamlNode::map) return fault(n, name, shown(n) + ", expected keys with values");
+    Reader inner(n, path_ + name.text + ".", report_);
+    keys(inner, field);
+    inner.refuse_unknown();
+  }
+  void fault(const YamlNode& n, const Name& name, const std::string& text) { report_.add(n.key_line, path_ + name.text, text); }
+
+  const YamlNode& map_;
+  std::string path_;
+  Report& report_;
+  std::vector<std::string> known_;
+};
+
+class Writer {
+ public:
+  explicit Writer(YamlNode& map) : map_(map) { map_.kind = YamlNode::map; }
+
+  template <class T>
+  void key(const Name& name, T& field, const char*, const Rule& = {}) {
+    map_.entries.emplace_back(name.text, write(std::as_const(field)));
+  }
+  template <class T>
+  void choice(const Name& name, T& field, Choices<T> choices, const char*, Undone = {}) {
+    for (const auto& c : choices)
+      if (field == c.value) {
+        map_.entries.emplace_back(name.text, scalar(c.name));
+        return;
+      }
+    throw Error(std::string("config: ") + name.text + " holds a value that the job format cannot name", ExitCode::bad_job);
+  }
+  void pair(const Name& name, double& first, double& second, const char*, const Rule&) {
+    map_.entries.emplace_back(name.text, write(std::vector<double>{first, second}));
+  }
+  template <class T, class Keys>
+  void section(const Name& name, T& field, Keys keys) {
+    YamlNode inner;
+    if constexpr (IsOptional<T>::value) {
+      if (field) {
+        Writer writer(inner);
+        keys(writer, *field);
+      }
+    } else {
+      Writer writer(inner);
+      keys(writer, field);
+    }
+    map_.entries.emplace_back(name.text, std::move(inner));
+  }
+  void preset(const Name&, std::string&, const char*) {}
+  template <class Valid>
+  void accepted(const Name&, const char*, Valid, const char*) {}
+  void undone(const Name&, const char*) {}
+
+ private:
+  YamlNode& map_;
+};
+
+class Documenter {
+ public:
+  Documenter(std::string path, std::vector<KeyDoc>& docs) : path_(std::move(path)), docs_(docs) {}
+
+  template <class T>
+  void key(const Name& name, T& field, const char* meaning, const Rule& rule = {}) {
+    const std::string value = default_text(field);
+    const std::string type = type_text<T>(rule.undone ? Rule{} : rule) + (rule.undone ? ", only " + value : "");
+    const std::string when = rule.when;
+    add(name, type, when.empty() ? value : IsOptional<T>::value ? value + "; " + when : when, meaning);
+  }
+  template <class T>
+  void choice(const Name& name, T& field, Choices<T> choices, const char* meaning, Undone = {}) {
+    for (const auto& c : choices)
+      if (field == c.value) add(name, choices_text<T>(choices), c.name, meaning);
+  }
+  void pair(const Name& name, double& first, double& second, const char* meaning, const Rule& rule) {
+    add(name, "list of two numbers" + bounds_text(rule), "[" + number_text(first) + ", " + number_text(second) + "]", meaning);
+  }
+  template <class T, class Keys>
+  void section(const Name& name, T& field, Keys keys) {
+    Documenter inner(path_ + name.text + ".", docs_);
+    if constexpr (IsOptional<T>::value) {
+      typename T::value_type fresh;
+      keys(inner, fresh);
+    } else {
+      keys(inner, field);
+    }
+  }
+  void preset(const Name& name, std::string&, const char* meaning) { add(name, "text", "none", meaning); }
+  template <class Valid>
+  void accepted(const Name& name, const char* type, Valid, const char* meaning) {
+    add(name, type, "absent", meaning);
+  }
+  void undone(const Name& name, const char* what) { add(name, "section", "absent", std::string(kNotDone) + what); }
+
+ private:
+  template <class T>
+  static std::string default_text(const T& field) {
+    if constexpr (IsOptional<T>::value) {
+      return "absent";
+    } else if constexpr (IsList<T>::value) {
+      return "none";
+    } else {
+      const std::string text = write(field).text;
+      return text.empty() ? "none" : text;
+    }
+  }
+  void add(const Name& name, const std::string& type, const std::string& default_value, const std::string& meaning) {
+    std::string others;
+    for (const char* other : name.synonyms) others += (others.empty() ? "; also called " : ", ") + std::string(other);
+    docs_.push_back({path_ + name.text, type, default_value, meaning + others});
+  }
+
+  std::string path_;
+  std::vector<KeyDoc>& docs_;
+};
+
+// --- --set and presets
+
+void forget_lines(YamlNode& n) {
+  n.line = n.key_line = 0;
+  for (YamlNode& item : n.items) forget_lines(item);
+}
+
+// Puts `value` at `key` (section.key, section.key.key); what stands in the way and is no map is left for the reader to refuse.
+void set_value(YamlNode& map, std::string_view key, const YamlNode& value) {
+  if (map.kind == YamlNode::null) map.kind = YamlNode::map;
+  if (map.kind != YamlNode::map) return;
+  const auto dot = key.find('.');
+  const std::string name(key.substr(0, dot));
+  auto entry = std::find_if(map.entries.begin(), map.entries.end(), [&](const auto& e) { return e.first == name; });
+  if (entry == map.entries.end()) entry = map.entries.insert(map.entries.end(), {name, YamlNode{}});
+  if (dot == std::string_view::npos) entry->second = value;
+  else set_value(entry->second, key.substr(dot + 1), value);
+}
+
+// What --set asks for, put into the job; its values have line 0. Returns the arguments by key.
+std::vector<std::pair<std::string, std::string>> apply_set(YamlNode& job, const std::vector<std::string>& set, std::vector<Fault>& faults) {
+  std::vector<std::pair<std::string, std::string>> applied;
+  for (const std::string& argument : set) {
+    const auto equals = argument.find('=');
+    const std::string key = argument.substr(0, equals);
+    const bool formed = equals != std::string::npos && key.find('.') != std::string::npos && !key.starts_with('.') && !key.ends_with('.') &&
+                        key.find("..") == std::string::npos;
+    auto refuse = [&](const std::string& why) { faults.push_back({0, key, "--set " + argument + ": " + why}); };
+    if (!formed) {
+      refuse("expected section.key=value");
+      continue;
+    }
+    try {
+      YamlNode value = io::parse_yaml(argument.substr(equals + 1), "value");
+      forget_lines(value);
+      if (value.kind == YamlNode::map) {
+        refuse("a map of keys; set each key by itself");
+        continue;
+      }
+      set_value(job, key, value);
+      applied.emplace_back(key, argument);
+    } catch (const Error& wrong) {
+      refuse(wrong.what());
+    }
+  }
+  return applied;
+}
+
+struct PresetText {
+  std::string file, text;
+  bool found = false;
+};
+PresetText find_preset(const std::string& name, const std::string& folder) {
+  for (const auto& [known, text] : preset_texts())
+    if (known == name) return {"preset " + name, std::string(text), true};
+  const std::filesystem::path path = std::filesystem::path(folder) / name;
+  std::error_code ignored;
+  if (!std::filesystem::is_regular_file(path, ignored)) return {};
+  return {path.string(), {}, true};
+}
+
+void read_preset(const YamlNode& named, const std::string& folder, ModelConfig& model, std::vector<Fault>& faults) {
+  const std::string key = "model.preset";
+  const PresetText preset = find_preset(named.text, folder);
+  if (!preset.found) {
+    std::vector<std::string> names;
+    std::string list;
+    for (const auto& [name, text] : preset_texts()) {
+      names.emplace_back(name);
+      list += (list.empty() ? "" : ", ") + names.back();
+    }
+    const std::string near = nearest(named.text, names);
+    faults.push_back({named.key_line, key,
+                      shown(named) + ", neither a preset (" + list + ") nor a file" + (near.empty() ? "" : "; did you mean " + near + "?")});
+    return;
+  }
+  try {
+    const YamlNode keys = preset.text.empty() ? io::read_yaml(preset.file) : io::parse_yaml(preset.text, preset.file);
+    Report report{faults, preset.file, named.key_line};
+    if (keys.kind != YamlNode::map) return report.add(keys.line, key, shown(keys) + ", expected keys of the model section");
+    Reader reader(keys, "model.", report);
+    visit(reader, model);
+    reader.refuse_unknown();
+    if (!model.preset.empty()) report.add(keys.find("preset")->key_line, key, "a preset names no other preset");
+  } catch (const Error& wrong) {
+    faults.push_back({named.key_line, key, wrong.what()});
+  }
+}
+
+}  // namespace
+
+Config read_config(const YamlNode& job, const std::vector<std::string>& set, const std::string& folder, std::vector<Fault>& faults) {
+  Config config;
+  YamlNode tree = job;
+  std::vector<Fault> found;
+  const auto overrides = apply_set(tree, set, found);
+  if (tree.kind == YamlNode::null) tree.kind = YamlNode::map;
+  if (tree.kind != YamlNode::map) {
+    faults.push_back({tree.line, "", shown(tree) + ", expected the sections of a job"});
+    return config;
+  }
+  const YamlNode* model = tree.find("model");
+  const YamlNode* preset = model ? model->find("preset") : nullptr;
+  if (preset && preset->kind == YamlNode::scalar && !preset->text.empty()) read_preset(*preset, folder, config.model, found);
+  Report report{found};
+  Reader reader(tree, "", report);
+  visit(reader, config);
+  reader.refuse_unknown();
+
+  for (Fault& f : found) {
+    if (f.line != 0 || f.text.starts_with("--set ")) continue;
+    const auto cause = std::find_if(overrides.rbegin(), overrides.rend(), [&](const auto& o) { return f.key == o.first || o.first.starts_with(f.key + "."); });
+    if (cause != overrides.rend()) f.text = "--set " + cause->second + ": " + f.text;
+  }
+  faults.insert(faults.end(), found.begin(), found.end());
+  std::stable_sort(faults.begin(), faults.end(), [](const Fault& a, const Fault& b) { return a.line < b.line; });
+  return config;
+}
+
+YamlNode config_to_yaml(const Config& config) {
+  YamlNode root;
+  Writer writer(root);
+  Config copy = config;
+  visit(writer, copy);
+  return root;
+}
+
+std::vector<KeyDoc> documented_keys() {
+  std::vector<KeyDoc> docs;
+  Documenter documenter("", docs);
+  Config defaults;
+  visit(documenter, defaults);
+  return docs;
+}
+
+std::optional<std::int64_t> parse_bytes(std::string_view text) {
+  constexpr std::pair<std::string_view, double> kUnits[] = {
+      {"", 1},       {"B", 1},       {"kB", 1e3},   {"KB", 1e3},          {"MB", 1e6},         {"GB", 1e9},
+      {"TB", 1e12},  {"PB", 1e15},   {"KiB", 1024}, {"MiB", 1024 * 1024}, {"GiB", 1073741824}, {"TiB", 1099511627776},
+      {"PiB", 1125899906842624}};
+  double number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number, std::chars_format::fixed);
+  if (error != std::errc() || !(number >= 0)) return std::nullopt;
+  std::string_view unit(end, std::size_t(text.data() + text.size() - end));
+  if (unit.starts_with(' ')) unit.remove_prefix(1);
+  for (const auto& [name, bytes] : kUnits)
+    if (unit == name && number * bytes < 9.2e18) return std::int64_t(std::llround(number * bytes));
+  return std::nullopt;
+}
+
+bool ModelConfig::full_attention(std::int64_t layer) const {
+  const auto& full = linear_attn.full_attn_layers;
+  return std::find(full.begin(), full.end(), layer + 1) != full.end();
+}
+
+}  // namespace moetrain::core
