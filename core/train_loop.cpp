@@ -28,8 +28,8 @@ io::DataOptions data_options(const Config& c, const std::vector<std::string>& pa
           .packing = c.data.packing,
           .shuffle = c.data.shuffle,
           .seed = c.run.seed,
-          .vocab_size = c.model.vocab_size,
-          .exclude = paths == c.data.train ? c.data.exclude : std::vector<std::string>{}};
+          .exclude = paths == c.data.train ? c.data.exclude : std::vector<std::string>{},
+          .vocab_size = c.model.vocab_size};
 }
 
 std::int64_t host_peak_bytes() {

@@ -1,6 +1,8 @@
 // batch_source.cpp -- lays the files end to end as one stream, cuts it into windows and finds the window of any sequence number.
 #include "io/batch_source.h"
 
+#include <fnmatch.h>
+
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
@@ -16,7 +18,7 @@ namespace moetrain::io {
 namespace {
 
 // The files that the paths mean, in their order.
-std::vector<std::string> files_of(const std::vector<std::string>& paths) {
+std::vector<std::string> files_of(const std::vector<std::string>& paths, const std::vector<std::string>& exclude) {
   namespace fs = std::filesystem;
   std::vector<std::string> files;
   for (const auto& path : paths) {
@@ -30,9 +32,11 @@ std::vector<std::string> files_of(const std::vector<std::string>& paths) {
     }
     const auto before = files.size();
     for (auto& file : files_of_folder(path)) {
+      const auto name = fs::path(file).filename();
+      const bool excluded = std::any_of(exclude.begin(), exclude.end(), [&](const std::string& pattern) { return fnmatch(pattern.c_str(), name.c_str(), 0) == 0; });
       const auto inside = fs::path(file).lexically_relative(path);
       const bool hidden = std::any_of(inside.begin(), inside.end(), [](const fs::path& part) { return part.string()[0] == '.'; });
-      if (!hidden && fs::file_size(file) > 0) files.push_back(std::move(file));
+      if (!hidden && !excluded && fs::file_size(file) > 0) files.push_back(std::move(file));
     }
     if (files.size() == before) throw Error(path + ": the folder holds no file with contents");
   }
@@ -120,7 +124,7 @@ BatchSource::BatchSource(const DataOptions& options) : impl_(std::make_unique<Im
   auto& impl = *impl_;
   impl.options = options;
   impl.file_begins = {0};
-  for (const auto& path : files_of(options.paths)) {
+  for (const auto& path : files_of(options.paths, options.exclude)) {
     impl.files.push_back(options.format == DataFormat::bytes ? TokenFile::open_bytes(path)
                                                              : TokenFile::open_tokens(path, options.vocab_size));
     for (const auto begin : impl.files.back().documents()) impl.documents.push_back(impl.file_begins.back() + begin);

@@ -25,6 +25,7 @@ struct DataOptions {
   bool packing = true;
   bool shuffle = true;
   std::uint64_t seed = 0;
+  std::vector<std::string> exclude;  // names of files left out of folders; * and ? as in a shell
   std::int64_t vocab_size = 0;  // ids outside are an error that names file and position
 };
 

@@ -11,6 +11,9 @@ import contextlib
 import json
 import math
 import pathlib
+import sys
+
+sys.path.append(sys.path.pop(0))  # this folder last: its tokenize.py must not hide the standard module of that name
 
 import h5py
 import numpy as np

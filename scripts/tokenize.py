@@ -13,6 +13,8 @@ import json
 import os
 import sys
 
+sys.path.append(sys.path.pop(0))  # this folder last: its tokenize.py must not hide the standard module of that name
+
 import h5py
 import numpy
 

@@ -1,0 +1,160 @@
+// layouts_mpi_test.cpp -- any mesh, sharding and accumulation of the tiny model gives the losses and norms of one rank.
+#include <algorithm>
+#include <cmath>
+
+#include "core/trainer.h"
+#include "tests/support/catch.h"
+#include "tests/support/compare.h"
+#include "tests/support/tiny.h"
+
+using namespace moetrain;
+using namespace moetrain::test;
+using parallel::Sharding;
+
+namespace {
+
+constexpr int kSteps = 10;
+constexpr std::int64_t kGlobalSequences = 8;
+
+struct Curve {
+  std::vector<double> losses, norms;
+  std::vector<std::int64_t> expert_tokens;  // of all steps
+};
+
+// Ranks [first, first + ranks) of the job's four, as a world of their own; collective over all four.
+std::unique_ptr<parallel::Communicator> world_of(int ranks) {
+  auto all = parallel::mpi_world();
+  REQUIRE(all->size() == 4);
+  const int first = all->rank() / ranks * ranks;
+  std::vector<int> members;
+  for (int r = first; r < first + ranks; ++r) members.push_back(r);
+  return all->subgroup(members);
+}
+
+struct Layout {
+  int data = 1, expert = 1;
+  std::int64_t micro_batch = 1;   // sequences
+  Sharding sharding = Sharding::full;
+  bool reshard = true, expert_sharding = true, recompute = false;
+};
+
+core::Config config_of(const core::Config& base, const Layout& l) {
+  core::Config c = base;
+  c.parallel.data_parallel = l.data;
+  c.parallel.expert_parallel = l.expert;
+  c.parallel.sharding = l.sharding;
+  c.parallel.reshard_after_use = l.reshard;
+  c.parallel.expert_sharding = l.expert_sharding;
+  c.training.micro_batch_size = l.micro_batch;
+  c.training.gradient_accumulation = kGlobalSequences / (l.data * l.expert * l.micro_batch);
+  c.memory.activation_checkpointing = l.recompute ? core::Checkpointing::full : core::Checkpointing::none;
+  return c;
+}
+
+Curve run(const core::Config& c, std::unique_ptr<parallel::Communicator> world) {
+  core::Trainer t(c, std::move(world), Device::cpu, /*poison=*/true);
+  t.initialize();
+  disturb(t, 0.05);
+  Curve curve;
+  for (int s = 0; s < kSteps; ++s) {
+    const auto r = t.step(synthetic_step(t));
+    curve.losses.push_back(r.loss);
+    curve.norms.push_back(r.grad_norm);
+    curve.expert_tokens.insert(curve.expert_tokens.end(), r.expert_tokens.begin(), r.expert_tokens.end());
+    // The same bits on every rank.
+    std::vector<double> all(std::size_t(t.mesh().shape().ranks()));
+    const parallel::Communicator::Gather piece{&r.grad_norm, all.data(), sizeof(double)};
+    t.mesh().world().control->all_gather({&piece, 1});
+    CHECK(std::all_of(all.begin(), all.end(), [&](double x) { return x == r.grad_norm; }));
+  }
+  return curve;
+}
+
+void check_layout(const core::Config& base, const Curve& one, const Layout& l, double bound = 1e-9) {
+  CAPTURE(l.data, l.expert, l.micro_batch, int(l.sharding), l.reshard, l.expert_sharding, l.recompute);
+  const Curve c = run(config_of(base, l), world_of(l.data * l.expert));
+  CHECK(difference(c.losses, one.losses, bound) == "");
+  CHECK(difference(c.norms, one.norms, bound) == "");
+  CHECK(c.expert_tokens == one.expert_tokens);
+}
+
+Curve one_rank(const core::Config& base) {
+  const Curve one = run(config_of(base, {.micro_batch = kGlobalSequences}), parallel::solo());
+  REQUIRE(one.losses.back() < one.losses.front());
+  return one;
+}
+
+core::Config balanced(core::Balance balance) {
+  core::Config c = tiny_config();
+  c.data.sequence_length = 24;
+  c.moe.balance = balance;
+  if (balance == core::Balance::auxiliary) {
+    c.moe.auxiliary_coefficient = 0.05;
+    c.moe.auxiliary_scope = core::AuxiliaryScope::sequence;
+    c.moe.z_loss = 1e-3;
+  }
+  return c;
+}
+
+}  // namespace
+
+TEST_CASE("every mesh and sharding gives the losses and norms of one rank under quantile balance") {
+  const auto base = balanced(core::Balance::quantile);
+  const Curve one = one_rank(base);
+  for (const auto sharding : {Sharding::full, Sharding::gradients, Sharding::optimizer, Sharding::none})
+    for (const auto& [data, expert] : {std::pair{2, 1}, {4, 1}, {1, 2}, {1, 4}, {2, 2}})
+      check_layout(base, one, {.data = data, .expert = expert, .micro_batch = 2, .sharding = sharding});
+}
+
+TEST_CASE("accumulation, recomputation, resharding and resident experts give the losses of one rank") {
+  const auto base = balanced(core::Balance::quantile);
+  const Curve one = one_rank(base);
+  for (const std::int64_t micro_batch : {1, 2, 4}) check_layout(base, one, {.micro_batch = micro_batch, .recompute = micro_batch == 2});
+  check_layout(base, one, {.data = 2, .expert = 2, .micro_batch = 1, .reshard = false});
+  check_layout(base, one, {.data = 2, .expert = 2, .micro_batch = 1, .sharding = Sharding::gradients, .recompute = true});
+  check_layout(base, one, {.data = 2, .expert = 2, .micro_batch = 2, .expert_sharding = false});
+  check_layout(base, one, {.data = 4, .micro_batch = 1, .expert_sharding = false, .recompute = true});
+}
+
+TEST_CASE("sign, sequence-wise and no balance give the losses of one rank on every mesh") {
+  for (const auto balance : {core::Balance::sign, core::Balance::auxiliary, core::Balance::none}) {
+    const auto base = balanced(balance);
+    const Curve one = one_rank(base);
+    for (const auto& [data, expert] : {std::pair{2, 1}, {1, 2}, {1, 4}, {2, 2}}) check_layout(base, one, {.data = data, .expert = expert, .micro_batch = 2});
+  }
+}
+
+TEST_CASE("chunks of the loss change nothing: primes, tails and single rows") {
+  const auto base = balanced(core::Balance::none);
+  const Curve one = one_rank(base);
+  for (const auto& [seq, vocab] : {std::pair{1, 61}, {7, 17}, {1000, 1}, {31, 60}}) {
+    auto c = base;
+    c.loss.seq_chunk = seq;
+    c.loss.vocab_chunk = vocab;
+    check_layout(c, one, {.data = 2, .expert = 2, .micro_batch = 2});
+  }
+}
+
+TEST_CASE("the Kimi-Linear kind with a tied head has the losses of one rank on every mesh") {
+  core::Config base = tiny_linear_config();
+  base.data.sequence_length = 24;
+  base.moe.balance = core::Balance::quantile;
+  const Curve one = one_rank(base);
+  for (const auto sharding : {Sharding::full, Sharding::optimizer, Sharding::none})
+    check_layout(base, one, {.data = 2, .expert = 2, .micro_batch = 2, .sharding = sharding});
+  check_layout(base, one, {.data = 1, .expert = 4, .micro_batch = 1, .recompute = true});
+}
+
+TEST_CASE("f32 gives the losses of one f64 rank within 1e-4 and bf16 storage follows them within 2 percent") {
+  core::Config base = balanced(core::Balance::none);
+  base.model.initializer_range = 0.1;
+  const Curve one = one_rank(base);
+  auto single = base;
+  single.run.dtype = DType::f32;
+  const Curve f32 = run(config_of(single, {.data = 2, .expert = 2, .micro_batch = 2}), world_of(4));
+  CHECK(difference(f32.losses, one.losses, 1e-4) == "");
+  auto half = base;
+  half.run.dtype = DType::bf16;
+  const Curve bf16 = run(config_of(half, {.data = 2, .expert = 2, .micro_batch = 2}), world_of(4));
+  CHECK(difference(bf16.losses, one.losses, 2e-2) == "");
+}
