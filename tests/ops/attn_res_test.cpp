@@ -1,6 +1,8 @@
 // attn_res_test.cpp -- the depth mix by hand, as slope, over one and many sources, and in every storage type.
 #include "ops/attn_res.h"
 
+#include <omp.h>
+
 #include <cmath>
 #include <cstring>
 
@@ -162,6 +164,23 @@ TEST_CASE("attn_res with a frozen query still gives the sources their gradients"
                                                   .weights = m.weights,
                                                   .dsources = frozen});
   for (std::size_t n = 0; n < frozen.size(); ++n) CHECK(test::values_of(frozen[n]) == test::values_of(m.dsources[n]));
+}
+
+TEST_CASE("attn_res gives the same bits on one thread and on three", "[ops][cpu]") {
+  Bench b(3), c(3);
+  const Mix one(b, DType::f32, {301, 70, 4}), three(c, DType::f32, {301, 70, 4});
+  const int threads = omp_get_max_threads();
+  omp_set_num_threads(1);
+  one.forward(b);
+  one.backward(b);
+  omp_set_num_threads(3);
+  three.forward(c);
+  three.backward(c);
+  omp_set_num_threads(threads);
+  CHECK(test::values_of(one.y) == test::values_of(three.y));
+  CHECK(test::values_of(one.dsources[2]) == test::values_of(three.dsources[2]));
+  CHECK(test::values_of(one.dgamma) == test::values_of(three.dgamma));
+  CHECK(test::values_of(one.dquery) == test::values_of(three.dquery));
 }
 
 TEST_CASE("attn_res without tokens leaves the gradients of its weights as they were", "[ops][cpu]") {

@@ -1,6 +1,8 @@
 // reduce_test.cpp -- the sum that decides about clipping: exact where it can be, and never finite over a NaN.
 #include "ops/reduce.h"
 
+#include <omp.h>
+
 #include <cmath>
 #include <limits>
 
@@ -39,6 +41,18 @@ TEST_CASE("sum_of_squares over many runs counts every element once", "[ops][cpu]
     CHECK(sum_of_squares(b, x) == want);
     CHECK(b.guards_hold());
   }
+}
+
+TEST_CASE("sum_of_squares gives the same bits on one thread and on three", "[ops][cpu]") {
+  Bench b;
+  const Tensor x = b.normal(DType::f32, {200001});
+  const int threads = omp_get_max_threads();
+  omp_set_num_threads(1);
+  const double one = sum_of_squares(b, x);
+  omp_set_num_threads(3);
+  const double three = sum_of_squares(b, x);
+  omp_set_num_threads(threads);
+  CHECK(one == three);
 }
 
 TEST_CASE("sum_of_squares does not overflow where f32 would", "[ops][cpu]") {

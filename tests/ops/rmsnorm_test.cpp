@@ -1,6 +1,8 @@
 // rmsnorm_test.cpp -- rmsnorm by hand, as slope, and both backends in every storage type against f64 on the same operands.
 #include "ops/rmsnorm.h"
 
+#include <omp.h>
+
 #include <cstring>
 
 #include "tests/support/catch.h"
@@ -137,6 +139,20 @@ TEST_CASE("rmsnorm backward computes only what is asked for", "[ops][cpu]") {
   ops::rmsnorm(b.context(), ops::RmsNormBackward{.dy = p.dy, .x = p.x, .w = p.w, .r = all.r, .dw = dw});
   CHECK(same_bits(dx, all.dx));
   CHECK(same_bits(dw, all.dw));
+}
+
+TEST_CASE("rmsnorm gives the same bits on one thread and on three", "[ops][cpu]") {
+  Bench b;
+  const Problem p(b, {DType::bf16, DType::f32, 0}, {601, 72});
+  const int threads = omp_get_max_threads();
+  omp_set_num_threads(1);
+  const Results one = p.on_cpu(b);
+  omp_set_num_threads(3);
+  const Results three = p.on_cpu(b);
+  omp_set_num_threads(threads);
+  CHECK(same_bits(one.y, three.y));
+  CHECK(same_bits(one.dx, three.dx));
+  CHECK(same_bits(one.dw, three.dw));
 }
 
 TEST_CASE("rmsnorm without rows leaves dw as it was", "[ops][cpu]") {
