@@ -1,4 +1,5 @@
-// config.cpp -- a job's texts to typed values and back: strict reading with every fault at once, presets, --set, and the list of keys.
+// config.cpp -- a job's texts to typed values and back: strict reading with every fault at once, presets, --set, and the list of
+// keys.
 #include "core/config.h"
 
 #include <cmath>
@@ -14,7 +15,7 @@ namespace {
 
 using io::YamlNode;
 
-constexpr const char* kNotDone = "is known, but this version does not ";
+constexpr const char* kNotDone = "known, but this version does not ";
 
 // --- single values
 
@@ -31,8 +32,7 @@ bool parse_number(const std::string& text, T& out) {
 }
 
 template <class T>
-  requires(std::integral<T> || std::floating_point<T>)
-bool parse(const YamlNode& n, T& out) {
+requires(std::integral<T> || std::floating_point<T>) bool parse(const YamlNode& n, T& out) {
   return n.kind == YamlNode::scalar && parse_number(n.text, out);
 }
 bool parse(const YamlNode& n, bool& out) {
@@ -55,8 +55,10 @@ bool parse(const YamlNode& n, std::vector<T>& out) {
   } else {
     if (n.kind != YamlNode::list) return false;
     for (const YamlNode& item : n.items)
-      if (T value{}; parse(item, value)) values.push_back(std::move(value));
-      else return false;
+      if (T value{}; parse(item, value))
+        values.push_back(std::move(value));
+      else
+        return false;
   }
   out = std::move(values);
   return true;
@@ -128,7 +130,8 @@ bool allows(const Rule& r, const T& value) {
 std::string bounds_text(const Rule& r) {
   const bool low = r.low > -kInfinity, high = r.high < kLargestSize;
   if (low && high)
-    return std::string(" in ") + (r.above_low ? "(" : "[") + number_text(r.low) + ", " + number_text(r.high) + (r.below_high ? ")" : "]");
+    return std::string(" in ") + (r.above_low ? "(" : "[") + number_text(r.low) + ", " + number_text(r.high) +
+           (r.below_high ? ")" : "]");
   if (low) return (r.above_low ? " > " : " >= ") + number_text(r.low);
   return "";
 }
@@ -159,14 +162,17 @@ std::string choices_text(Choices<T> choices) {
 
 std::string shown(const YamlNode& n) {
   switch (n.kind) {
-    case YamlNode::null: return "has no value";
-    case YamlNode::scalar: return "is '" + n.text + "'";
+    case YamlNode::null:
+      return "has no value";
+    case YamlNode::scalar:
+      return "is '" + n.text + "'";
     case YamlNode::list: {
       std::string text;
       for (const YamlNode& item : n.items) text += (text.empty() ? "" : ", ") + (item.kind == YamlNode::scalar ? item.text : "...");
       return "is [" + (text.size() > 60 ? text.substr(0, 57) + "..." : text) + "]";
     }
-    case YamlNode::map: return "is a map of keys";
+    case YamlNode::map:
+      return "is a map of keys";
   }
   return "";
 }
@@ -208,8 +214,10 @@ struct Report {
   std::string file = {};  // empty: the job
   int preset_line = 0;
   void add(int line, const std::string& key, const std::string& text) {
-    if (file.empty()) faults.push_back({line, key, text});
-    else faults.push_back({preset_line, key, "in " + file + ":" + std::to_string(line) + ": " + text});
+    if (file.empty())
+      faults.push_back({line, key, text});
+    else
+      faults.push_back({preset_line, key, "in " + file + ":" + std::to_string(line) + ": " + text});
   }
 };
 
@@ -224,7 +232,7 @@ class Reader {
     T value{};
     const std::string expected = ", expected " + type_text<T>(rule);
     if (!parse(*n, value) || !allows(rule, value)) return fault(*n, name, shown(*n) + expected);
-    if (rule.undone && value != field) return fault(*n, name, shown(*n) + ": it " + kNotDone + rule.undone);
+    if (rule.undone && value != field) return fault(*n, name, shown(*n) + ": " + kNotDone + rule.undone);
     field = std::move(value);
   }
 
@@ -238,7 +246,7 @@ class Reader {
         return;
       }
     for (const auto& u : undone)
-      if (n->kind == YamlNode::scalar && n->text == u.name) return fault(*n, name, shown(*n) + ": it " + kNotDone + u.value);
+      if (n->kind == YamlNode::scalar && n->text == u.name) return fault(*n, name, shown(*n) + ": " + kNotDone + u.value);
     fault(*n, name, shown(*n) + ", expected " + choices_text<T>(choices));
   }
 
@@ -297,8 +305,10 @@ class Reader {
     for (const char* other : name.synonyms) {
       known_.emplace_back(other);
       const YamlNode* again = map_.find(other);
-      if (found && again) report_.add(again->key_line, path_ + other, std::string("is another name of ") + name.text + ": one value is given twice");
-      else if (again) found = again;
+      if (found && again)
+        report_.add(again->key_line, path_ + other, std::string("is another name of ") + name.text + ": one value is given twice");
+      else if (again)
+        found = again;
     }
     return found;
   }
@@ -433,18 +443,21 @@ void set_value(YamlNode& map, std::string_view key, const YamlNode& value) {
   const std::string name(key.substr(0, dot));
   auto entry = std::find_if(map.entries.begin(), map.entries.end(), [&](const auto& e) { return e.first == name; });
   if (entry == map.entries.end()) entry = map.entries.insert(map.entries.end(), {name, YamlNode{}});
-  if (dot == std::string_view::npos) entry->second = value;
-  else set_value(entry->second, key.substr(dot + 1), value);
+  if (dot == std::string_view::npos)
+    entry->second = value;
+  else
+    set_value(entry->second, key.substr(dot + 1), value);
 }
 
 // What --set asks for, put into the job; its values have line 0. Returns the arguments by key.
-std::vector<std::pair<std::string, std::string>> apply_set(YamlNode& job, const std::vector<std::string>& set, std::vector<Fault>& faults) {
+std::vector<std::pair<std::string, std::string>> apply_set(YamlNode& job, const std::vector<std::string>& set,
+                                                           std::vector<Fault>& faults) {
   std::vector<std::pair<std::string, std::string>> applied;
   for (const std::string& argument : set) {
     const auto equals = argument.find('=');
     const std::string key = argument.substr(0, equals);
-    const bool formed = equals != std::string::npos && key.find('.') != std::string::npos && !key.starts_with('.') && !key.ends_with('.') &&
-                        key.find("..") == std::string::npos;
+    const bool formed = equals != std::string::npos && key.find('.') != std::string::npos && !key.starts_with('.') &&
+                        !key.ends_with('.') && key.find("..") == std::string::npos;
     auto refuse = [&](const std::string& why) { faults.push_back({0, key, "--set " + argument + ": " + why}); };
     if (!formed) {
       refuse("expected section.key=value");
@@ -490,8 +503,9 @@ void read_preset(const YamlNode& named, const std::string& folder, ModelConfig& 
       list += (list.empty() ? "" : ", ") + names.back();
     }
     const std::string near = nearest(named.text, names);
-    faults.push_back({named.key_line, key,
-                      shown(named) + ", neither a preset (" + list + ") nor a file" + (near.empty() ? "" : "; did you mean " + near + "?")});
+    faults.push_back(
+        {named.key_line, key,
+         shown(named) + ", neither a preset (" + list + ") nor a file" + (near.empty() ? "" : "; did you mean " + near + "?")});
     return;
   }
   try {
@@ -509,7 +523,8 @@ void read_preset(const YamlNode& named, const std::string& folder, ModelConfig& 
 
 }  // namespace
 
-Config read_config(const YamlNode& job, const std::vector<std::string>& set, const std::string& folder, std::vector<Fault>& faults) {
+Config read_config(const YamlNode& job, const std::vector<std::string>& set, const std::string& folder,
+                   std::vector<Fault>& faults) {
   Config config;
   YamlNode tree = job;
   std::vector<Fault> found;
@@ -522,6 +537,11 @@ Config read_config(const YamlNode& job, const std::vector<std::string>& set, con
   const YamlNode* model = tree.find("model");
   const YamlNode* preset = model ? model->find("preset") : nullptr;
   if (preset && preset->kind == YamlNode::scalar && !preset->text.empty()) read_preset(*preset, folder, config.model, found);
+  const YamlNode* linear = model ? model->find("linear_attn_config") : nullptr;
+  if (linear && linear->find("full_attn_layers")) {  // the preset's other two lists only repeat what is replaced here
+    config.model.linear_attn.kda_layers.clear();
+    if (config.model.dsa) config.model.dsa->layers.clear();
+  }
   Report report{found};
   Reader reader(tree, "", report);
   visit(reader, config);
@@ -529,7 +549,8 @@ Config read_config(const YamlNode& job, const std::vector<std::string>& set, con
 
   for (Fault& f : found) {
     if (f.line != 0 || f.text.starts_with("--set ")) continue;
-    const auto cause = std::find_if(overrides.rbegin(), overrides.rend(), [&](const auto& o) { return f.key == o.first || o.first.starts_with(f.key + "."); });
+    const auto cause = std::find_if(overrides.rbegin(), overrides.rend(),
+                                    [&](const auto& o) { return f.key == o.first || o.first.starts_with(f.key + "."); });
     if (cause != overrides.rend()) f.text = "--set " + cause->second + ": " + f.text;
   }
   faults.insert(faults.end(), found.begin(), found.end());
@@ -554,10 +575,19 @@ std::vector<KeyDoc> documented_keys() {
 }
 
 std::optional<std::int64_t> parse_bytes(std::string_view text) {
-  constexpr std::pair<std::string_view, double> kUnits[] = {
-      {"", 1},       {"B", 1},       {"kB", 1e3},   {"KB", 1e3},          {"MB", 1e6},         {"GB", 1e9},
-      {"TB", 1e12},  {"PB", 1e15},   {"KiB", 1024}, {"MiB", 1024 * 1024}, {"GiB", 1073741824}, {"TiB", 1099511627776},
-      {"PiB", 1125899906842624}};
+  constexpr std::pair<std::string_view, double> kUnits[] = {{"", 1},
+                                                            {"B", 1},
+                                                            {"kB", 1e3},
+                                                            {"KB", 1e3},
+                                                            {"MB", 1e6},
+                                                            {"GB", 1e9},
+                                                            {"TB", 1e12},
+                                                            {"PB", 1e15},
+                                                            {"KiB", 1024},
+                                                            {"MiB", 1024 * 1024},
+                                                            {"GiB", 1073741824},
+                                                            {"TiB", 1099511627776},
+                                                            {"PiB", 1125899906842624}};
   double number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number, std::chars_format::fixed);
   if (error != std::errc() || !(number >= 0)) return std::nullopt;

@@ -11,11 +11,12 @@ namespace {
 
 using io::YamlNode;
 
-// Faults with the lines of the job. A rule about a key that is already known to be wrong is not judged: its value is only a default.
+// Faults with the lines of the job. A rule about a key that is already known to be wrong is not judged: its value is only a
+// default.
 class Findings {
  public:
   Findings(const YamlNode& job, std::vector<Fault>& faults) : job_(job), faults_(faults) {
-    for (const Fault& f : faults) wrong_.insert(f.key);
+    for (const Fault& f : faults) wrong_.insert(f.key == "model.preset" ? "model" : f.key);  // no preset, no values to judge
   }
 
   // `keys`: those the rule is about; the fault stands at the first that the job holds.
@@ -122,7 +123,8 @@ void check_layers(Findings& f, const ModelConfig& m) {
   if (!m.dsa) return;
   const std::set<std::int64_t> sparse(m.dsa->layers.begin(), m.dsa->layers.end()), all(full.begin(), full.end());
   f.require(m.dsa->layers.empty() || sparse == all, {"model.dsa_config.layers", full_key},
-            "has " + text(std::int64_t(sparse.size())) + " layers that are not the " + text(std::int64_t(all.size())) + " of full_attn_layers");
+            "has " + text(std::int64_t(sparse.size())) + " layers that are not the " + text(std::int64_t(all.size())) +
+                " of full_attn_layers");
   f.require(!full.empty(), {"model.dsa_config", full_key}, "an indexer serves full attention, and full_attn_layers is empty");
 }
 
@@ -131,7 +133,8 @@ void check_experts(Findings& f, const Config& c) {
   const std::int64_t E = m.num_experts, K = m.num_experts_per_token;
   f.require(m.first_k_dense_replace <= m.num_hidden_layers, {"model.first_k_dense_replace", "model.num_hidden_layers"},
             "is " + text(m.first_k_dense_replace) + ", more than num_hidden_layers " + text(m.num_hidden_layers));
-  f.require(!m.latent_moe_use_norm || m.routed_expert_hidden_size, {"model.latent_moe_use_norm"}, "needs routed_expert_hidden_size");
+  f.require(!m.latent_moe_use_norm || m.routed_expert_hidden_size, {"model.latent_moe_use_norm"},
+            "needs routed_expert_hidden_size");
   if (E == 0) return;
   f.require(K <= E, {"model.num_experts_per_token", "model.num_experts"},
             "num_experts_per_token " + text(K) + " is more than num_experts " + text(E));
@@ -146,29 +149,34 @@ void check_experts(Findings& f, const Config& c) {
   if (!divides(m.num_expert_group, E) || m.topk_group > m.num_expert_group || K > E) return;
   const std::int64_t kept = m.topk_group * (E / m.num_expert_group);
   f.require(K <= kept, {"model.num_experts_per_token", "model.topk_group"},
-            "num_experts_per_token " + text(K) + " is more than the " + text(kept) + " experts of topk_group " + text(m.topk_group) + " groups");
-  f.require(c.moe.balance != Balance::quantile || K != kept, {"moe.balance", "model.num_experts_per_token"},
-            "quantile needs fewer experts a token than the " + text(kept) + " it may choose from; num_experts_per_token is " + text(K));
+            "num_experts_per_token " + text(K) + " is more than the " + text(kept) + " experts of topk_group " +
+                text(m.topk_group) + " groups");
+  f.require(
+      c.moe.balance != Balance::quantile || K != kept, {"moe.balance", "model.num_experts_per_token"},
+      "quantile needs fewer experts a token than the " + text(kept) + " it may choose from; num_experts_per_token is " + text(K));
 }
 
 void check_model(Findings& f, const Config& c) {
   const auto& m = c.model;
   f.require(!m.num_key_value_heads || *m.num_key_value_heads == m.num_attention_heads,
             {"model.num_key_value_heads", "model.num_attention_heads"},
-            "num_key_value_heads " + text(m.num_key_value_heads.value_or(0)) + " is not num_attention_heads " + text(m.num_attention_heads));
-  f.require(c.data.format != io::DataFormat::bytes || m.vocab_size > 256, {"model.vocab_size", "data.format"},
-            "vocab_size " + text(m.vocab_size) + " is too small for data.format bytes: 256 bytes and an end-of-document id need 257");
+            "num_key_value_heads " + text(m.num_key_value_heads.value_or(0)) + " is not num_attention_heads " +
+                text(m.num_attention_heads));
+  f.require(
+      c.data.format != io::DataFormat::bytes || m.vocab_size > 256, {"model.vocab_size", "data.format"},
+      "vocab_size " + text(m.vocab_size) + " is too small for data.format bytes: 256 bytes and an end-of-document id need 257");
   check_layers(f, m);
   check_experts(f, c);
 }
 
 void check_ranks(Findings& f, const ParallelConfig& p, int ranks) {
   const auto product = std::int64_t(p.data_parallel) * p.expert_parallel * p.sequence_parallel * p.tensor_parallel;
-  const std::initializer_list<std::string> axes = {"parallel.data_parallel", "parallel.expert_parallel", "parallel.sequence_parallel",
-                                                   "parallel.tensor_parallel"};
+  const std::initializer_list<std::string> axes = {"parallel.data_parallel", "parallel.expert_parallel",
+                                                   "parallel.sequence_parallel", "parallel.tensor_parallel"};
   const std::string sizes = "data_parallel " + text(std::int64_t(p.data_parallel)) + " x expert_parallel " +
-                            text(std::int64_t(p.expert_parallel)) + " x sequence_parallel " + text(std::int64_t(p.sequence_parallel)) +
-                            " x tensor_parallel " + text(std::int64_t(p.tensor_parallel)) + " is " + text(product) + " ranks";
+                            text(std::int64_t(p.expert_parallel)) + " x sequence_parallel " +
+                            text(std::int64_t(p.sequence_parallel)) + " x tensor_parallel " +
+                            text(std::int64_t(p.tensor_parallel)) + " is " + text(product) + " ranks";
   constexpr std::int64_t kMostRanks = 1 << 20;
   f.require(product <= kMostRanks, axes, sizes + ", more than " + text(kMostRanks));
   f.require(ranks == 0 || product == ranks, axes, sizes + ", but there are " + text(std::int64_t(ranks)));
@@ -182,7 +190,8 @@ void check_paths(Findings& f, const std::vector<std::string>& paths, const std::
 }
 
 void check_run(Findings& f, const Config& c) {
-  f.require(c.run.dtype != DType::f64 || c.run.device != DeviceChoice::cuda, {"run.dtype", "run.device"}, "fp64 runs on the CPU only");
+  f.require(c.run.dtype != DType::f64 || c.run.device != DeviceChoice::cuda, {"run.dtype", "run.device"},
+            "fp64 runs on the CPU only");
   check_paths(f, c.data.train, "data.train");
   check_paths(f, c.data.eval, "data.eval");
   f.require(c.training.eval_every == 0 || !c.data.eval.empty(), {"training.eval_every", "data.eval"},

@@ -1,4 +1,5 @@
-// config_keys.h -- every key of a job once, with its field, its rule and its meaning: reading, writing and documentation all walk this.
+// config_keys.h -- every key of a job once, with its field, its rule and its meaning: reading, writing and documentation all walk
+// this.
 #pragma once
 #include <algorithm>
 #include <charconv>
@@ -18,12 +19,11 @@ namespace moetrain::core {
 
 // A visitor V has these members; `keys` is called with a visitor of the inner section and the field.
 //   key(name, field, meaning, rule)                        a value: number, text, true or false, list; optional ones may be absent
-//   choice(name, field, choices, meaning, undone)          one of some names; `undone`: names of the job format this version refuses
-//   pair(name, first, second, meaning, rule)               a list of two numbers
-//   section(name, field, keys)                             keys below a key; an optional one may be absent
-//   preset(name, field, meaning)                           stands for other keys
-//   accepted(name, type, valid, meaning)                   looked at, but decides nothing
-//   undone(name, what)                                     a key of the job format that this version refuses
+//   choice(name, field, choices, meaning, undone)          one of some names; `undone`: names of the job format this version
+//   refuses pair(name, first, second, meaning, rule)               a list of two numbers section(name, field, keys) keys below a
+//   key; an optional one may be absent preset(name, field, meaning)                           stands for other keys accepted(name,
+//   type, valid, meaning)                   looked at, but decides nothing undone(name, what)                                     a
+//   key of the job format that this version refuses
 
 struct Name {
   Name(const char* n) : text(n) {}  // NOLINT: implicit on purpose
@@ -45,11 +45,11 @@ inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
 inline constexpr double kLargestSize = std::numeric_limits<std::int32_t>::max();  // ids and positions are stored in 32 bits
 
 struct Rule {
-  double low = -kInfinity, high = kInfinity;  // of a number; a text or a list has at least `low` characters or items
-  bool above_low = false, below_high = false; // the bound itself is excluded
-  bool required = false;                      // has to be given (condition already decided)
-  const char* when = "";                      // the condition in words
-  const char* undone = nullptr;               // what every value but the default would ask for, which this version does not do
+  double low = -kInfinity, high = kInfinity;   // of a number; a text or a list has at least `low` characters or items
+  bool above_low = false, below_high = false;  // the bound itself is excluded
+  bool required = false;                       // has to be given (condition already decided)
+  const char* when = "";                       // the condition in words
+  const char* undone = nullptr;                // what every value but the default would ask for, which this version does not do
 
   Rule need(bool condition = true, const char* words = "") const {
     Rule r = *this;
@@ -104,23 +104,29 @@ void visit_informational(V& v, ModelConfig& c) {
     return std::all_of(n.items.begin(), n.items.end(), [&](const auto& item) { return number(item, 0, last_id); });
   };
   const auto kimi = [](const std::string& text) { return text.starts_with("kimi") || text.starts_with("Kimi"); };
-  v.accepted("model_type", "text that begins with kimi", [=](const io::YamlNode& n) { return kimi(n.text); },
-             "not used: the other keys say which model it is");
+  v.accepted(
+      "model_type", "text that begins with kimi", [=](const io::YamlNode& n) { return kimi(n.text); },
+      "not used: the other keys say which model it is");
   v.accepted(
       "architectures", "list of texts that begin with Kimi",
       [=](const io::YamlNode& n) {
-        return n.kind == io::YamlNode::list && std::all_of(n.items.begin(), n.items.end(), [&](const auto& i) { return kimi(i.text); });
+        return n.kind == io::YamlNode::list &&
+               std::all_of(n.items.begin(), n.items.end(), [&](const auto& i) { return kimi(i.text); });
       },
       "not used: the other keys say which model it is");
   v.accepted("bos_token_id", "id inside the vocabulary, or a list of them", id, "not used: data brings its own ids");
   v.accepted("eos_token_id", "id inside the vocabulary, or a list of them", id, "not used: data brings its own ids");
   v.accepted("pad_token_id", "id inside the vocabulary, or a list of them", id, "not used: there is no padding");
-  v.accepted("head_dim", "integer >= 1", [=](const io::YamlNode& n) { return number(n, 1, std::int64_t(kLargestSize)); },
-             "not used: each attention kind has its own widths");
-  v.accepted("rope_theta", "number", [](const io::YamlNode& n) { return n.kind == io::YamlNode::scalar; }, "not used: nothing is rotated");
-  v.accepted("rope_scaling", "map", [](const io::YamlNode& n) { return n.kind == io::YamlNode::map; }, "not used: nothing is rotated");
-  v.accepted("num_nextn_predict_layers", "integer, only 0", [=](const io::YamlNode& n) { return number(n, 0, 0); },
-             "layers that predict further tokens; there are none");
+  v.accepted(
+      "head_dim", "integer >= 1", [=](const io::YamlNode& n) { return number(n, 1, std::int64_t(kLargestSize)); },
+      "not used: each attention kind has its own widths");
+  v.accepted(
+      "rope_theta", "number", [](const io::YamlNode& n) { return n.kind == io::YamlNode::scalar; }, "not used: nothing is rotated");
+  v.accepted(
+      "rope_scaling", "map", [](const io::YamlNode& n) { return n.kind == io::YamlNode::map; }, "not used: nothing is rotated");
+  v.accepted(
+      "num_nextn_predict_layers", "integer, only 0", [=](const io::YamlNode& n) { return number(n, 0, 0); },
+      "layers that predict further tokens; there are none");
 }
 
 template <class V>
@@ -133,14 +139,16 @@ void visit(V& v, ModelConfig& c) {
   const char *kda = "required with a KDA layer", *full = "required with a full-attention layer", *moe = "required with num_experts";
 
   v.preset("preset", c.preset, "a name of configs/models, or a YAML file (relative to the job) that holds keys of this section");
-  v.key("init_from", c.init_from, "folder or checkpoint whose weights the run starts from", Rule{}.only_default("start from other weights"));
+  v.key("init_from", c.init_from, "folder or checkpoint whose weights the run starts from",
+        Rule{}.only_default("start from other weights"));
   v.key("initializer_range", c.initializer_range, "standard deviation of fresh matrices", at_least(0));
   v.key("vocab_size", c.vocab_size, "token ids", size_from(2).need());
   v.key("hidden_size", c.hidden_size, "width of the residual stream", size_from(1).need());
-  v.key("num_hidden_layers", c.num_hidden_layers, "layers", Rule{.low = 1, .high = 100000}.need());
+  v.key("num_hidden_layers", c.num_hidden_layers, "layers, each an attention and an MLP", Rule{.low = 1, .high = 10000}.need());
   v.key("num_attention_heads", c.num_attention_heads, "heads of full attention", size_from(1).need(any_full, full));
   v.key("num_key_value_heads", c.num_key_value_heads, "equals num_attention_heads where given", size_from(1));
-  v.key("intermediate_size", c.intermediate_size, "inner width of a dense MLP", size_from(1).need(any_dense, "required with a dense layer"));
+  v.key("intermediate_size", c.intermediate_size, "inner width of a dense MLP",
+        size_from(1).need(any_dense, "required with a dense layer"));
   v.key("rms_norm_eps", c.rms_norm_eps, "added under the root of every norm but those of the latents (1e-6)", positive());
   v.key("q_lora_rank", c.q_lora_rank, "width of the query latent; absent: queries straight from the hidden state",
         size_from(1).need(c.dsa.has_value(), "required with dsa_config"));
@@ -170,14 +178,17 @@ void visit(V& v, ModelConfig& c) {
   });
   v.key("num_experts", c.num_experts, "routed experts of a MoE layer; 0: every MLP is dense", size_from(0));
   v.key("num_experts_per_token", c.num_experts_per_token, "experts a token is sent to", size_from(1).need(c.num_experts > 0, moe));
-  v.key("num_shared_experts", c.num_shared_experts, "experts every token passes, run as one MLP of their joint width", size_from(0));
+  v.key("num_shared_experts", c.num_shared_experts, "experts every token passes, run as one MLP of their joint width",
+        size_from(0));
   v.key("moe_intermediate_size", c.moe_intermediate_size, "inner width of an expert", size_from(1).need(c.num_experts > 0, moe));
-  v.key("routed_expert_hidden_size", c.routed_expert_hidden_size, "latent width routed experts work in; absent: hidden_size", size_from(1));
+  v.key("routed_expert_hidden_size", c.routed_expert_hidden_size, "latent width routed experts work in; absent: hidden_size",
+        size_from(1));
   v.key("latent_moe_use_norm", c.latent_moe_use_norm, "norm of the experts' sum before it leaves the latent");
   v.key("first_k_dense_replace", c.first_k_dense_replace, "dense layers before the first MoE layer", size_from(0));
   v.key("moe_layer_freq", c.moe_layer_freq, "of the layers after those, every this many is MoE", size_from(1));
   v.choice("moe_router_activation_func", c.moe_router_activation_func, {{"sigmoid", "sigmoid"}}, "how a score comes from a logit");
-  v.choice("topk_method", c.topk_method, {{"noaux_tc", "noaux_tc"}}, "experts are chosen by score plus bias, weighted by score alone");
+  v.choice("topk_method", c.topk_method, {{"noaux_tc", "noaux_tc"}},
+           "experts are chosen by score plus bias, weighted by score alone");
   v.key("moe_renormalize", c.moe_renormalize, "weights of a token's experts are divided by their sum");
   v.key("use_grouped_topk", c.use_grouped_topk, "experts are chosen inside the best groups");
   v.key("routed_scaling_factor", c.routed_scaling_factor, "factor of the weights of routed experts", positive());
@@ -187,7 +198,8 @@ void visit(V& v, ModelConfig& c) {
            "gated unit of every MLP: SwiGLU or SiTU-GLU");
   v.key("activation_situ_beta", c.activation_situ_beta, "bound of the gate of situ", positive());
   v.key("activation_situ_linear_beta", c.activation_situ_linear_beta, "bound of the linear part of situ", positive());
-  v.key("attn_res_block_size", c.attn_res_block_size, "layers a block of attention residuals; absent: ordinary residuals", size_from(1));
+  v.key("attn_res_block_size", c.attn_res_block_size, "layers a block of attention residuals; absent: ordinary residuals",
+        size_from(1));
   v.key("tie_word_embeddings", c.tie_word_embeddings, "the head uses the embedding's matrix");
   v.key("max_position_embeddings", c.max_position_embeddings, "longest sequence the model is meant for, tokens", size_from(1));
   visit_informational(v, c);
@@ -196,8 +208,10 @@ void visit(V& v, ModelConfig& c) {
 template <class V>
 void visit(V& v, ParallelConfig& c) {
   v.key("data_parallel", c.data_parallel, "ranks along this axis: copies of the model, each with its own data", ranks());
-  v.key("expert_parallel", c.expert_parallel, "ranks along this axis: each holds a part of the experts and has its own data", ranks());
-  v.key("tensor_parallel", c.tensor_parallel, "ranks along this axis: matrices cut between them", ranks().only_default("cut matrices over ranks"));
+  v.key("expert_parallel", c.expert_parallel, "ranks along this axis: each holds a part of the experts and has its own data",
+        ranks());
+  v.key("tensor_parallel", c.tensor_parallel, "ranks along this axis: matrices cut between them",
+        ranks().only_default("cut matrices over ranks"));
   v.key("sequence_parallel", c.sequence_parallel, "ranks along this axis: sequences cut between them",
         ranks().only_default("cut sequences over ranks"));
   v.choice("sharding", c.sharding,
@@ -207,7 +221,8 @@ void visit(V& v, ParallelConfig& c) {
             {"none", parallel::Sharding::none}},
            "what is cut over the ranks that share parameters: ZeRO stage 3, 2, 1 or 0");
   v.key("reshard_after_use", c.reshard_after_use, "with full sharding, gathered weights are dropped between forward and backward");
-  v.choice("expert_placement", c.expert_placement, {{"uniform", "uniform"}}, "each rank of the expert axis holds equally many experts");
+  v.choice("expert_placement", c.expert_placement, {{"uniform", "uniform"}},
+           "each rank of the expert axis holds equally many experts");
   v.choice("expert_sharding", c.expert_sharding, {{"full", true}, {"none", false}},
            "full: experts are cut as sharding says; none: whole on every rank of their expert coordinate");
 }
@@ -221,7 +236,8 @@ void visit(V& v, DataConfig& c) {
   v.key("sequence_length", c.sequence_length, "tokens a sequence", size_from(1).need());
   v.key("packing", c.packing, "a sequence may hold several documents; false: one, or a piece of one");
   v.key("shuffle", c.shuffle, "a new order of the sequences every epoch; false: as they stand in the files");
-  v.key("exclude", c.exclude, "names of files left out of train (an evaluation text beside it); * and ? match any text and any letter");
+  v.key("exclude", c.exclude,
+        "names of files left out of train (an evaluation text beside it); * and ? match any text and any letter");
 }
 
 template <class V>
@@ -250,11 +266,15 @@ void visit(V& v, OptimizerConfig& c) {
 template <class V>
 void visit(V& v, ScheduleConfig& c) {
   v.choice("name", c.name,
-           {{"constant", ScheduleKind::constant}, {"linear", ScheduleKind::linear}, {"cosine", ScheduleKind::cosine}, {"wsd", ScheduleKind::wsd}},
+           {{"constant", ScheduleKind::constant},
+            {"linear", ScheduleKind::linear},
+            {"cosine", ScheduleKind::cosine},
+            {"wsd", ScheduleKind::wsd}},
            "course of the learning rate after warm-up; wsd is constant, then linear");
   v.key("warmup_steps", c.warmup_steps, "steps over which the rate rises from 0", size_from(0));
   v.key("min_lr", c.min_lr, "rate at the last step (not with constant)", at_least(0));
-  v.key("decay_fraction", c.decay_fraction, "wsd: share of the steps that decay, at the end", Rule{.low = 0, .high = 1, .above_low = true});
+  v.key("decay_fraction", c.decay_fraction, "wsd: share of the steps that decay, at the end",
+        Rule{.low = 0, .high = 1, .above_low = true});
 }
 
 template <class V>
@@ -274,18 +294,21 @@ void visit(V& v, MoeConfig& c) {
   v.choice("balance", c.balance,
            {{"quantile", Balance::quantile}, {"sign", Balance::sign}, {"auxiliary", Balance::auxiliary}, {"none", Balance::none}},
            "how the load of experts is evened out: a new bias from quantiles or in steps, a loss, or not at all");
-  v.key("quantile_bins", c.quantile_bins, "quantile: bins of an expert's histogram", Rule{.low = 2, .high = 1000000});
+  v.key("quantile_bins", c.quantile_bins, "quantile: bins of an expert's histogram", Rule{.low = 2, .high = 65536});
   v.key("sign_rate", c.sign_rate, "sign: step of the bias", at_least(0));
   v.key("auxiliary_coefficient", c.auxiliary_coefficient, "auxiliary: weight of the loss", at_least(0));
   v.choice("auxiliary_scope", c.auxiliary_scope,
-           {{"micro_batch", AuxiliaryScope::micro_batch}, {"sequence", AuxiliaryScope::sequence}, {"global_batch", AuxiliaryScope::global_batch}},
+           {{"micro_batch", AuxiliaryScope::micro_batch},
+            {"sequence", AuxiliaryScope::sequence},
+            {"global_batch", AuxiliaryScope::global_batch}},
            "auxiliary: over which tokens the load is taken");
   v.key("z_loss", c.z_loss, "weight of the squared log-sum-exp of router logits", at_least(0));
   v.key("min_expert_batch", c.min_expert_batch, "rows an expert waits for before it computes",
         size_from(0).only_default("hold rows back until an expert has enough"));
   v.key("overlap_chunks", c.overlap_chunks, "parts in which the exchange of rows overlaps with experts",
         size_from(1).only_default("cut the exchange of rows in parts"));
-  v.key("max_rows", c.max_rows, "rows a rank may receive in a layer; 0: no limit", size_from(0).only_default("limit the rows of a rank"));
+  v.key("max_rows", c.max_rows, "rows a rank may receive in a layer; 0: no limit",
+        size_from(0).only_default("limit the rows of a rank"));
 }
 
 template <class V>
@@ -300,14 +323,17 @@ template <class V>
 void visit(V& v, CheckpointConfig& c) {
   v.key("every", c.every, "steps between checkpoints; 0: at the end only", size_from(0));
   v.key("keep", c.keep, "newest checkpoints kept; 0: all", size_from(0));
-  v.choice("async", c.async, {{"false", false}}, "training goes on while a checkpoint is written", {{"true", "write checkpoints beside training"}});
+  v.choice("async", c.async, {{"false", false}}, "training goes on while a checkpoint is written",
+           {{"true", "write checkpoints beside training"}});
 }
 
 template <class V>
 void visit(V& v, MonitorConfig& c) {
-  v.key("expert_load_alert", c.expert_load_alert, "warn when the fullest expert has this many times the mean; 0: never", at_least(0));
+  v.key("expert_load_alert", c.expert_load_alert, "warn when the fullest expert has this many times the mean; 0: never",
+        at_least(0));
   v.key("profile_steps", c.profile_steps, "print a table of time by operator after this many steps; 0: never", size_from(0));
-  v.key("collective_timeout_s", c.collective_timeout_s, "seconds a rank waits for the others before it calls them lost", positive());
+  v.key("collective_timeout_s", c.collective_timeout_s, "seconds a rank waits for the others before it calls them lost",
+        positive());
 }
 
 template <class V>

@@ -1,14 +1,14 @@
 # embed_presets.cmake -- writes OUTPUT, the C++ source of core/presets.h, from every FOLDER/*.yaml: name without suffix -> text.
-file(GLOB files ${FOLDER}/*.yaml)
-list(SORT files)
-list(LENGTH files count)
+file(GLOB names ${FOLDER}/*.yaml)
+list(TRANSFORM names REPLACE "^.*/(.*)\\.yaml$" "\\1")  # a name may hold a dot: kimi-k3.1
+list(SORT names)
+list(LENGTH names count)
 set(entries "")
-foreach(file IN LISTS files)
-  string(REGEX REPLACE "^.*/(.*)\\.yaml$" "\\1" name "${file}")  # a name may hold a dot: kimi-k3.1
-  file(READ "${file}" text)
+foreach(name IN LISTS names)
+  file(READ "${FOLDER}/${name}.yaml" text)
   string(FIND "${text}" ")yaml\"" closing)
   if(NOT closing EQUAL -1)
-    message(FATAL_ERROR "${file} holds the mark that ends a preset's text")
+    message(FATAL_ERROR "${name}.yaml holds the mark that ends a preset's text")
   endif()
   string(APPEND entries "    {\"${name}\", R\"yaml(${text})yaml\"},\n")
 endforeach()
