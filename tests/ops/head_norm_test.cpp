@@ -1,6 +1,8 @@
 // head_norm_test.cpp -- both head norms against numbers by hand, their slopes, and f64.
 #include "ops/head_norm.h"
 
+#include <omp.h>
+
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
 #include "tests/support/slope.h"
@@ -145,6 +147,21 @@ TEST_CASE("head_norm of zeros is zero with finite gradients", "[ops][cpu]") {
   const Tensor want = bench.filled(DType::f32, shape, [&](std::int64_t i) { return 1e3 * Bench::get(dy, i); });  // eps^-1/2 dy
   CHECK(difference(norm.dx, want, 1e-5) == "");
   CHECK(difference(gated(bench, zero, zero, w, dy, 1e-5).y, zero, 0, 1e-300) == "");
+}
+
+TEST_CASE("head_norm gives the same bits with any number of threads", "[ops][cpu]") {
+  Bench bench(6);
+  const Shape shape{600, 2, 32};
+  const Tensor o = bench.normal(DType::f32, shape), gate = bench.normal(DType::f32, shape), w = bench.normal(DType::f32, {32}),
+               dy = bench.normal(DType::f32, shape);
+  const int threads = omp_get_max_threads();
+  omp_set_num_threads(1);
+  const auto one = gated(bench, o, gate, w, dy, 1e-5);
+  omp_set_num_threads(3);
+  const auto three = gated(bench, o, gate, w, dy, 1e-5);
+  omp_set_num_threads(threads);
+  CHECK(difference(three.dw, one.dw, 0) == "");
+  CHECK(difference(three.do_, one.do_, 0) == "");
 }
 
 TEST_CASE("head_norm refuses tensors that do not fit", "[ops][cpu]") {

@@ -1,6 +1,8 @@
 // kda_gate_test.cpp -- both forms of the gate by hand, by slope, at their extremes and against f64.
 #include "ops/kda_gate.h"
 
+#include <omp.h>
+
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
 #include "tests/support/slope.h"
@@ -169,6 +171,20 @@ TEST_CASE("kda_gate stays finite and inside its bounds for any f", "[ops][cpu]")
   }
   CHECK(Bench::get(r.g, 6) < -4.99);
   CHECK(Bench::get(r.beta, 0) == 0);
+}
+
+TEST_CASE("kda_gate gives the same bits with any number of threads", "[ops][cpu]") {
+  const Bound bound = GENERATE(Bound{}, Bound{-5.0});
+  Bench bench(5);
+  const Gate x = random_gate(bench, DType::f32, {300, 2, 32}, bound);
+  const int threads = omp_get_max_threads();
+  omp_set_num_threads(1);
+  const auto one = run(bench, x);
+  omp_set_num_threads(3);
+  const auto three = run(bench, x);
+  omp_set_num_threads(threads);
+  CHECK(difference(three.da_log, one.da_log, 0) == "");
+  CHECK(difference(three.ddt_bias, one.ddt_bias, 0) == "");
 }
 
 TEST_CASE("kda_gate refuses tensors that do not fit", "[ops][cpu]") {

@@ -1,7 +1,7 @@
 // kda_test.cpp -- the chunked delta rule is the recurrence, its gradients are its slopes, and documents do not see each other.
 #include "ops/kda.h"
 
-#include <numeric>
+#include <omp.h>
 
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
@@ -329,6 +329,19 @@ TEST_CASE("kda of no tokens hands its states through", "[ops][cpu]") {
   const Problem none = problem(bench, DType::f32, {0}, 2, 3, 4);
   run(bench, none, form);
   CHECK(bench.guards_hold());
+}
+
+TEST_CASE("kda gives the same bits with any number of threads", "[ops][cpu]") {
+  const auto form = GENERATE(KdaForm::chunked, KdaForm::recurrent);
+  Bench bench(19);
+  const Problem p = problem(bench, DType::f32, {0, 90, 100}, 3, 32, 32);
+  const int threads = omp_get_max_threads();
+  omp_set_num_threads(1);
+  const auto one = run(bench, p, form).all();
+  omp_set_num_threads(3);
+  const auto three = run(bench, p, form).all();
+  omp_set_num_threads(threads);
+  for (std::size_t i = 0; i < one.size(); ++i) CHECK(same_bytes(one[i].second, three[i].second));
 }
 
 TEST_CASE("kda refuses tensors that do not fit each other", "[ops][cpu]") {

@@ -1,6 +1,8 @@
 // short_conv_test.cpp -- the convolution is causal, stays inside its document, and its gradients are its slopes.
 #include "ops/short_conv.h"
 
+#include <omp.h>
+
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
 #include "tests/support/slope.h"
@@ -117,6 +119,21 @@ TEST_CASE("short_conv of packed documents is short_conv of each alone, and none 
   const Tensor changed = forward(bench, u, w, starts);
   CHECK(same_bytes(changed.rows(5, 20), y.rows(5, 20)));
   CHECK(!same_bytes(changed.rows(0, 5), y.rows(0, 5)));
+}
+
+TEST_CASE("short_conv gives the same bits with any number of threads", "[ops][cpu]") {
+  Bench bench(6);
+  const Starts starts{0, 100, 300};
+  const Tensor u = bench.normal(DType::f32, {300, 70}), w = bench.normal(DType::f32, {70, 1, 4}),
+               dy = bench.normal(DType::f32, u.shape);
+  const int threads = omp_get_max_threads();
+  omp_set_num_threads(1);
+  const auto one = backward(bench, dy, u, w, starts);
+  omp_set_num_threads(3);
+  const auto three = backward(bench, dy, u, w, starts);
+  omp_set_num_threads(threads);
+  CHECK(same_bytes(one.du, three.du));
+  CHECK(same_bytes(one.dw, three.dw));
 }
 
 TEST_CASE("short_conv refuses tensors that do not fit", "[ops][cpu]") {
