@@ -111,13 +111,15 @@ model:
   tie_word_embeddings: true
   max_position_embeddings: 4096
 parallel: {data_parallel: 2, expert_parallel: 3, sharding: gradients, reshard_after_use: false, expert_sharding: none}
-data: {train: [/, /tmp], eval: /tmp, format: tokens, sequence_length: 64, packing: false, shuffle: false, exclude: MPL*}
-training: {steps: 20, micro_batch_size: 2, gradient_accumulation: 4, grad_clip: 0.5, eval_every: 5, eval_batches: 3, trainable: ["*.w1"],
+data: {train: [/, /usr], eval: /usr, format: tokens, sequence_length: 64, packing: false, shuffle: false, exclude: MPL*}
+training: {steps: 20, micro_batch_size: 2, gradient_accumulation: 4, grad_clip: 0.5, eval_every: 5,
+           eval_batches: 3, trainable: ["*.w1"],
            max_nonfinite: 4}
 optimizer: {lr: 0.01, betas: [0.8, 0.9], eps: 1e-6, weight_decay: 0.2}
 schedule: {name: wsd, warmup_steps: 5, min_lr: 0.001, decay_fraction: 0.5}
 loss: {seq_chunk: 7, vocab_chunk: 11, indexer_coefficient: 0.5, indexer_stage: dense}
-moe: {overflow: drop, balance: auxiliary, quantile_bins: 500, sign_rate: 0.01, auxiliary_coefficient: 0.2, auxiliary_scope: global_batch,
+moe: {overflow: drop, balance: auxiliary, quantile_bins: 500, sign_rate: 0.01, auxiliary_coefficient: 0.2,
+      auxiliary_scope: global_batch,
       z_loss: 0.3}
 memory: {activation_checkpointing: full}
 checkpoint: {every: 3, keep: 5}
@@ -184,8 +186,8 @@ monitor: {expert_load_alert: 4, profile_steps: 6, collective_timeout_s: 30}
   CHECK(c.parallel.sharding == parallel::Sharding::gradients);
   CHECK_FALSE(c.parallel.reshard_after_use);
   CHECK_FALSE(c.parallel.expert_sharding);
-  CHECK(c.data.train == std::vector<std::string>{"/", "/tmp"});
-  CHECK(c.data.eval == std::vector<std::string>{"/tmp"});
+  CHECK(c.data.train == std::vector<std::string>{"/", "/usr"});
+  CHECK(c.data.eval == std::vector<std::string>{"/usr"});
   CHECK(c.data.format == io::DataFormat::tokens);
   CHECK(c.data.sequence_length == 64);
   CHECK_FALSE(c.data.packing);
@@ -529,7 +531,7 @@ TEST_CASE("a number of ranks that is not the product of the axes is a fault with
 TEST_CASE("--set replaces, adds and resets values, and says so in its faults", "[core][cpu]") {
   const auto j =
       judge(whole_job(), {"run.name=other", "model.linear_attn_config.full_attn_layers=[5]", "optimizer.betas=[0.5, 0.6]",
-                          "run.dir=a=b", "model.dsa_config=~", "training.steps=3", "training.steps=4", "data.train=[/, /tmp]"});
+                          "run.dir=a=b", "model.dsa_config=~", "training.steps=3", "training.steps=4", "data.train=[/, /usr]"});
   CHECK(joined(j.faults).empty());
   CHECK(j.config.run.name == "other");
   CHECK(j.config.run.dir == "a=b");
