@@ -1,6 +1,5 @@
-// config.cpp -- a job's texts to typed values and back: strict reading with every fault at once, presets, --set, and the list of keys.
+// config.cpp -- a job's texts to typed values and back: strict reading with every fault at once, presets, --set, the list of keys.
 // One file though long: the three visitors of config_keys.h share how a value is parsed, bounded, named and written.
-// keys.
 #include "core/config.h"
 
 #include <cmath>
