@@ -487,4 +487,10 @@ std::string Hdf5File::read_text(const std::string& name) const {
                  [&](hid_t memory, void* out) { return H5Dread(dataset.get(), memory, H5S_ALL, H5S_ALL, H5P_DEFAULT, out); });
 }
 
+std::string hdf5_version() {
+  unsigned major = 0, minor = 0, release = 0;
+  h5_ok(H5get_libversion(&major, &minor, &release), "HDF5", "tell its version");
+  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(release);
+}
+
 }  // namespace moetrain::io

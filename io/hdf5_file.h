@@ -83,4 +83,6 @@ class Hdf5File {
   mutable std::set<std::string> sources_seen_;  // sources of virtual data sets that were found whole
 };
 
+std::string hdf5_version();  // of the library in use
+
 }  // namespace moetrain::io

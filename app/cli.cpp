@@ -1,0 +1,156 @@
+// cli.cpp -- the command line: one subcommand a command, help with examples, and the version.
+#include "app/cli.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <filesystem>
+#include <iostream>
+
+#include "io/hdf5_file.h"
+#include "memory/cuda_memory.h"
+#include "memory/device.h"
+#include "parallel/mpi_session.h"
+#include "version.h"
+
+namespace moetrain::app {
+namespace {
+
+constexpr const char* kCommands[] = {"train", "check", "plan", "inspect"};
+
+std::string version_text() {
+  std::string text = std::string("moetrain ") + kVersion + " (commit " + kCommit + ")\n";
+  text += "MPI     " + parallel::mpi_version() + "\n";
+  text += "HDF5    " + io::hdf5_version() + "\n";
+  if constexpr (kHasCuda) {
+    text += "CUDA    compiled in; devices seen: " + std::to_string(cuda::devices()) + "\n";
+    text += std::string("NCCL    ") + (*kNcclVersion != '\0' ? kNcclVersion : "not compiled in") + "\n";
+  } else {
+    text += "CUDA    not compiled in\n";
+  }
+  return text;
+}
+
+[[noreturn]] void refuse(const std::string& why, const std::string& help) {
+  throw Error(why + " (see " + help + ")", ExitCode::bad_job);
+}
+
+// `moetrain JOB.yaml` means train. A first word that is neither a command nor looks like a file is a mistyped command.
+std::vector<std::string> with_command(int argc, const char* const* argv) {
+  std::vector<std::string> words(argv + std::min(argc, 1), argv + argc);
+  if (words.empty()) refuse("no command: moetrain JOB.yaml trains", "moetrain --help");
+  const std::string& first = words[0];
+  if (first == "-h" || first == "--help" || first == "--version" ||
+      std::count(std::begin(kCommands), std::end(kCommands), first) > 0)
+    return words;
+  const bool file = first.find_first_of("./") != std::string::npos || std::filesystem::exists(first);
+  if (first[0] != '-' && !file)
+    refuse("unknown command " + first + ": neither train, check, plan, inspect nor a job file", "moetrain --help");
+  words.insert(words.begin(), "train");
+  return words;
+}
+
+void add_job(CLI::App& command, JobArguments& job) {
+  command.add_option("JOB.yaml", job.path, "The job file; configs/README.md explains every key")->required()->type_name("");
+  command.add_option("--set", job.set, "A key to set after the file was read, as often as needed: --set training.steps=20")
+      ->type_name("SECTION.KEY=VALUE")
+      ->allow_extra_args(false);
+}
+
+CLI::App& add_train(CLI::App& app, TrainArguments& a) {
+  CLI::App& c = *app.add_subcommand("train", "Train the job; under mpirun or srun, one process a rank");
+  add_job(c, a.job);
+  c.add_option("--resume", a.resume,
+               "auto: from <run.dir>/checkpoints/latest if there is one (default); never: from the start; or a checkpoint folder "
+               "to start from")
+      ->type_name("auto|never|PATH");
+  c.add_option("--stop-after", a.stop_after, "End after a checkpoint when this run has done N steps")
+      ->type_name("N")
+      ->check(CLI::PositiveNumber);
+  c.footer(
+      "Examples:\n"
+      "  moetrain job.yaml\n"
+      "  mpirun -n 4 moetrain train job.yaml --set parallel.expert_parallel=4\n"
+      "  moetrain job.yaml --resume never --stop-after 100\n"
+      "SIGUSR1 or SIGTERM: save and stop after the step, exit code 5.\n"
+      "Exit codes: 0 done, 2 the job or the command line is wrong, 3 the run failed, 4 a rank was lost, 5 stopped by a signal "
+      "after\n"
+      "saving, 6 gave up after repeated non-finite steps.");
+  return c;
+}
+
+CLI::App& add_check(CLI::App& app, CheckArguments& a) {
+  CLI::App& c = *app.add_subcommand("check", "Print every fault of a job, with line and key; touches no device");
+  add_job(c, a.job);
+  c.add_option("--ranks", a.ranks, "Judge the job for this number of ranks")->type_name("N")->check(CLI::PositiveNumber);
+  c.footer("Examples:\n  moetrain check job.yaml\n  moetrain check job.yaml --ranks 64\nExit codes: 0 no fault, 2 faults.");
+  return c;
+}
+
+CLI::App& add_plan(CLI::App& app, PlanArguments& a) {
+  CLI::App& c = *app.add_subcommand(
+      "plan", "Parameters, bytes of every rank and FLOPs of a step, without running it; touches no device and no data");
+  add_job(c, a.job);
+  const CLI::AsSizeValue size(true);  // GB is 1000^3, GiB 1024^3
+  c.add_option("--ranks", a.ranks, "Judge the job for this number of ranks")->type_name("N")->check(CLI::PositiveNumber);
+  c.add_option("--device-memory", a.device_memory, "Memory of one device, as 141GB or 80GiB: says whether the job fits")
+      ->type_name("SIZE")
+      ->transform(size);
+  c.add_option("--host-memory", a.host_memory, "Memory of the host for one rank, as 2TB: says whether the job fits")
+      ->type_name("SIZE")
+      ->transform(size);
+  c.add_flag("--json", a.json, "One JSON object instead of tables");
+  c.footer(
+      "Examples:\n  moetrain plan job.yaml\n  moetrain plan job.yaml --device-memory 141GB --json\n  moetrain plan job.yaml --set "
+      "parallel.expert_parallel=8 --set parallel.data_parallel=2");
+  return c;
+}
+
+CLI::App& add_inspect(CLI::App& app, InspectArguments& a) {
+  CLI::App& c = *app.add_subcommand("inspect", "What a checkpoint, a token file or a Hugging Face folder holds");
+  c.add_option("PATH", a.path,
+               "A run folder, its checkpoints folder (the newest one), a step folder, a token file, a .safetensors file or a "
+               "folder of them")
+      ->required()
+      ->type_name("");
+  c.footer(
+      "Examples:\n  moetrain inspect runs/run/checkpoints\n  moetrain inspect train.h5\n  moetrain inspect "
+      "Kimi-Linear-48B-A3B-Instruct");
+  return c;
+}
+
+}  // namespace
+
+std::optional<Command> parse(int argc, const char* const* argv) {
+  std::vector<std::string> words = with_command(argc, argv);
+  CLI::App app("Trains sparse mixture-of-experts models with hybrid attention. One YAML file is the whole job.", "moetrain");
+  app.require_subcommand(1);
+  app.footer("moetrain JOB.yaml is the same as moetrain train JOB.yaml. Each command has its own --help.");
+  bool version = false;
+  app.add_flag("--version", version, "Version, commit, libraries and devices");
+  TrainArguments train;
+  CheckArguments check;
+  PlanArguments plan;
+  InspectArguments inspect;
+  const CLI::App &train_app = add_train(app, train), &check_app = add_check(app, check), &plan_app = add_plan(app, plan);
+  add_inspect(app, inspect);
+  if (words[0] == "--version") {
+    std::cout << version_text();
+    return std::nullopt;
+  }
+  const std::string command = words[0];
+  try {
+    std::reverse(words.begin(), words.end());  // the library takes the last one first
+    app.parse(words);
+  } catch (const CLI::Success& asked) {  // help
+    app.exit(asked);
+    return std::nullopt;
+  } catch (const CLI::ParseError& wrong) {
+    refuse(command + ": " + wrong.what(), "moetrain " + command + " --help");
+  }
+  if (train_app.parsed()) return train;
+  if (check_app.parsed()) return check;
+  if (plan_app.parsed()) return plan;
+  return inspect;
+}
+
+}  // namespace moetrain::app

@@ -1,0 +1,38 @@
+// cli.h -- the commands and their few flags, as values; no option of a training run lives here, those are keys of the job file.
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+namespace moetrain::app {
+
+struct JobArguments {
+  std::string path;
+  std::vector<std::string> set;  // section.key=value, applied after the file
+};
+struct TrainArguments {
+  JobArguments job;
+  std::string resume = "auto";
+  std::int64_t stop_after = 0;  // 0: all steps
+};
+struct CheckArguments {
+  JobArguments job;
+  int ranks = 0;  // 0: whatever the job's axes make up
+};
+struct PlanArguments {
+  JobArguments job;
+  int ranks = 0;
+  std::optional<std::int64_t> device_memory, host_memory;  // bytes
+  bool json = false;
+};
+struct InspectArguments {
+  std::string path;
+};
+using Command = std::variant<TrainArguments, CheckArguments, PlanArguments, InspectArguments>;
+
+// Nothing when help or the version was asked for and has been printed. A wrong command line is an Error of one line.
+std::optional<Command> parse(int argc, const char* const* argv);
+
+}  // namespace moetrain::app

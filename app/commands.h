@@ -1,0 +1,13 @@
+// commands.h -- what each command does with its arguments; the exit code comes back, failures are thrown.
+#pragma once
+#include "app/cli.h"
+#include "memory/check.h"
+
+namespace moetrain::app {
+
+ExitCode train(const TrainArguments& arguments, int& argc, char**& argv);
+ExitCode check(const CheckArguments& arguments);
+ExitCode plan(const PlanArguments& arguments);
+ExitCode inspect(const InspectArguments& arguments);
+
+}  // namespace moetrain::app

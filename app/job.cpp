@@ -1,0 +1,58 @@
+// job.cpp -- from a job file to a Config without faults, or to the list of all of them.
+#include "app/job.h"
+
+#include <algorithm>
+#include <filesystem>
+
+#include "io/files.h"
+
+namespace moetrain::app {
+namespace {
+
+std::string line_of(const std::string& path, const core::Fault& f) {
+  return path + (f.line > 0 ? ":" + std::to_string(f.line) : "") + ": " + (f.key.empty() ? "" : f.key + ": ") + f.text;
+}
+
+int device_line(const io::YamlNode& job) {
+  const io::YamlNode* run = job.find("run");
+  const io::YamlNode* device = run != nullptr ? run->find("device") : nullptr;
+  return device != nullptr ? device->line : 0;
+}
+
+bool about(const core::Fault& f, const char* key) { return f.key.rfind(key, 0) == 0; }
+
+}  // namespace
+
+JudgedJob judge_job(const JobArguments& job, const std::string& text, int ranks, Needs needs) {
+  const io::YamlNode tree = io::parse_yaml(text, job.path);
+  std::vector<core::Fault> faults;
+  JudgedJob judged;
+  judged.config = core::read_config(tree, job.set, std::filesystem::path(job.path).parent_path().string(), faults);
+  core::check_config(judged.config, tree, ranks, faults);
+  const bool device_judged = std::any_of(faults.begin(), faults.end(), [](const core::Fault& f) { return about(f, "run.device"); });
+  if (judged.config.run.device == core::DeviceChoice::cuda && !device_judged)
+    faults.push_back({device_line(tree), "run.device", "cuda: this version trains on the CPU; write cpu or auto"});
+  if (needs == Needs::sizes)
+    std::erase_if(faults,
+                  [](const core::Fault& f) { return about(f, "data.train") || about(f, "data.eval") || about(f, "run.device"); });
+  std::stable_sort(faults.begin(), faults.end(), [](const core::Fault& a, const core::Fault& b) { return a.line < b.line; });
+  for (const core::Fault& f : faults) judged.faults += line_of(job.path, f) + "\n";
+  if (!faults.empty()) judged.faults += std::to_string(faults.size()) + (faults.size() == 1 ? " fault" : " faults");
+  return judged;
+}
+
+core::Config read_job(const JobArguments& job, int ranks, Needs needs) {
+  JudgedJob judged = judge_job(job, job_text(job), ranks, needs);
+  if (!judged.faults.empty()) throw Error(judged.faults, ExitCode::bad_job);
+  return std::move(judged.config);
+}
+
+std::string job_text(const JobArguments& job) {
+  try {
+    return io::read_text(job.path);
+  } catch (const Error& wrong) {
+    throw Error(wrong.what(), ExitCode::bad_job);
+  }
+}
+
+}  // namespace moetrain::app

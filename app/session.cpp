@@ -1,0 +1,99 @@
+// session.cpp -- signal flag, log sink, a rank's share of the cores, and the order of bring-up.
+#include "app/session.h"
+
+#include <omp.h>
+#include <sched.h>
+#include <spdlog/sinks/base_sink.h>
+#include <spdlog/spdlog.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace moetrain::app {
+namespace {
+
+volatile std::sig_atomic_t last_stop_signal = 0;  // a handler can reach nothing but a variable like this
+
+void note_stop_signal(int signal) { last_stop_signal = signal; }
+
+void on_stop_signals(void (*handler)(int)) {
+  struct sigaction action {};
+  action.sa_handler = handler;
+  action.sa_flags = SA_RESTART;
+  sigemptyset(&action.sa_mask);
+  for (const int signal : {SIGUSR1, SIGTERM}) sigaction(signal, &action, nullptr);
+}
+
+class SplitSink final : public spdlog::sinks::base_sink<std::mutex> {
+ public:
+  explicit SplitSink(int rank) : prefix_(rank > 0 ? "[rank " + std::to_string(rank) + "] " : "") {}
+
+ private:
+  void sink_it_(const spdlog::details::log_msg& message) override {
+    std::FILE* to = message.level >= spdlog::level::warn ? stderr : stdout;
+    std::string line = prefix_;
+    if (message.level == spdlog::level::warn) line += "warning: ";
+    line.append(message.payload.data(), message.payload.size());
+    line += '\n';
+    std::fwrite(line.data(), 1, line.size(), to);
+    std::fflush(to);
+  }
+  void flush_() override {
+    std::fflush(stdout);
+    std::fflush(stderr);
+  }
+  std::string prefix_;
+};
+
+// Cores that the launcher lets this rank run on, shared with the ranks that may run on the same ones.
+int share_of_cores(parallel::Communicator& world) {
+  struct Place {
+    char host[256];
+    cpu_set_t cores;
+  };
+  Place mine{};
+  gethostname(mine.host, sizeof mine.host - 1);
+  CPU_ZERO(&mine.cores);
+  if (sched_getaffinity(0, sizeof mine.cores, &mine.cores) != 0) return 1;
+  std::vector<Place> all(std::size_t(world.size()));
+  const parallel::Communicator::Gather piece{&mine, all.data(), sizeof mine};
+  world.all_gather({&piece, 1});
+  const auto sharing = std::count_if(all.begin(), all.end(), [&](const Place& p) { return std::memcmp(&p, &mine, sizeof p) == 0; });
+  return std::max(1, CPU_COUNT(&mine.cores) / int(sharing));
+}
+
+}  // namespace
+
+void keep_stop_signals() { on_stop_signals(note_stop_signal); }
+bool stop_signal_kept() { return last_stop_signal != 0; }
+void release_stop_signals() {
+  on_stop_signals(SIG_DFL);
+  if (stop_signal_kept()) std::raise(last_stop_signal);
+}
+
+void open_log(int rank) {
+  auto logger =
+      std::make_shared<spdlog::logger>(rank > 0 ? "rank " + std::to_string(rank) : "moetrain", std::make_shared<SplitSink>(rank));
+  spdlog::set_default_logger(std::move(logger));
+}
+
+bool started_by_launcher() {
+  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"})
+    if (std::getenv(name) != nullptr) return true;
+  return false;
+}
+
+Session::Session(int& argc, char**& argv) : mpi_(argc, argv), control_(parallel::mpi_world()) {
+  open_log(rank());
+  const int threads = share_of_cores(*control_);
+  if (std::getenv("OMP_NUM_THREADS") == nullptr) omp_set_num_threads(threads);
+}
+
+}  // namespace moetrain::app

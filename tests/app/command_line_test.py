@@ -1,0 +1,314 @@
+#!/usr/bin/env python3
+"""The program as its users meet it: help, faults, exit codes, plans, and what inspect says of files.
+
+command_line_test.py MOETRAIN [unittest arguments]; MPIRUN in the environment says how ranks are started.
+"""
+import json
+import os
+import pathlib
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+PROGRAM = None
+MPIRUN = os.environ.get("MPIRUN", "mpirun").split()
+
+JOB = """\
+run: {{name: small, dir: {dir}, dtype: fp32}}
+model: {{preset: tiny-k3}}
+data: {{train: {data}, format: bytes, sequence_length: 64}}
+training: {{steps: {steps}, micro_batch_size: 2}}
+optimizer: {{lr: 0.003}}
+"""
+
+
+def call(*words, ranks=0, timeout=300, **more):
+    launcher = [*MPIRUN, "-n", str(ranks)] if ranks else []
+    return subprocess.run([*launcher, PROGRAM, *map(str, words)], capture_output=True, text=True, check=False, timeout=timeout, **more)
+
+
+class InAFolder(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = pathlib.Path(folder.name)
+
+    def write(self, name, content):
+        path = self.root / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    def job(self, steps=3, extra="", data=None):
+        if data is None:
+            data = self.write("text.txt", "a cat sat on a mat and looked at the rain. " * 200)
+        self.run_dir = self.root / "run"
+        return self.write("job.yaml", JOB.format(dir=self.run_dir, data=data, steps=steps) + extra)
+
+    def exit_json(self):
+        return json.loads((self.run_dir / "exit.json").read_text())
+
+
+class CommandLine(InAFolder):
+    def test_help_of_every_command_names_its_flags_and_an_example(self):
+        flags = {
+            "train": ["--resume", "--stop-after", "--set", "mpirun"],
+            "check": ["--ranks", "--set"],
+            "plan": ["--ranks", "--device-memory", "--host-memory", "--json", "--set"],
+            "inspect": ["PATH"],
+        }
+        for command, wanted in flags.items():
+            result = call(command, "--help")
+            self.assertEqual((result.returncode, result.stderr), (0, ""), command)
+            for word in [*wanted, "Examples:", f"moetrain {command}" if command != "train" else "moetrain job.yaml"]:
+                self.assertIn(word, result.stdout, command)
+        whole = call("--help")
+        self.assertEqual(whole.returncode, 0)
+        for command in flags:
+            self.assertIn(command, whole.stdout)
+
+    def test_version_names_the_program_and_its_libraries(self):
+        result = call("--version")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        for word in ["moetrain 0.", "commit", "MPI", "HDF5", "CUDA"]:
+            self.assertIn(word, result.stdout)
+
+    def test_a_wrong_command_line_is_one_line_and_exit_code_2(self):
+        job = self.job()
+        wrong = [[], ["import"], ["verify", job], ["trian", job], ["check"], ["plan", job, "--bytes"], [job, "--lr", "1"], ["check", job, "--ranks", "0"],
+                 ["check", job, "--ranks", "two"], ["plan", job, "--device-memory", "much"], [job, "--stop-after", "-1"], ["inspect", job, job]]
+        for words in wrong:
+            result = call(*words)
+            self.assertEqual(result.returncode, 2, (words, result.stdout, result.stderr))
+            self.assertEqual(len(result.stderr.splitlines()), 1, (words, result.stderr))
+            self.assertEqual(result.stdout, "", words)
+        self.assertIn("unknown command import", call("import").stderr)
+
+    def test_under_a_launcher_a_wrong_command_line_is_said_once(self):
+        result = call("trian", ranks=2)
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertEqual(result.stderr.count("unknown command trian"), 1, result.stderr)
+
+
+class Faults(InAFolder):
+    def faulty(self):
+        return self.job(extra="schedule: {warmup_steps: many}\nmoe:\n  balanse: none\n", data=self.root / "absent.txt")
+
+    def test_every_fault_has_its_line_and_is_printed_with_their_number(self):
+        job = self.faulty()
+        result = call("check", job)
+        self.assertEqual(result.returncode, 2, result.stdout)
+        lines = result.stderr.splitlines()
+        self.assertEqual(lines[-1], f"{len(lines) - 1} faults")
+        self.assertGreaterEqual(len(lines), 4)
+        for line, words in [(3, ["data.train", "absent.txt"]), (6, ["schedule.warmup_steps"]), (8, ["moe.balanse", "balance"])]:
+            found = [text for text in lines if text.startswith(f"{job}:{line}: ")]
+            self.assertEqual(len(found), 1, result.stderr)
+            for word in words:
+                self.assertIn(word, found[0])
+
+    def test_two_ranks_say_it_once(self):
+        job = self.faulty()
+        result = call(job, ranks=2)
+        self.assertEqual(result.returncode, 2, result.stderr)
+        for word in ["data.train", "schedule.warmup_steps", "moe.balanse", " faults"]:
+            self.assertEqual(result.stderr.count(word), call("check", job).stderr.count(word), result.stderr)
+        self.assertFalse(self.run_dir.exists())
+
+    def test_a_job_that_is_not_there_is_a_fault(self):
+        for words in (["check", "absent.yaml"], ["plan", "absent.yaml"], ["absent.yaml"]):
+            result = call(*words)
+            self.assertEqual(result.returncode, 2, result.stderr)
+            self.assertIn("absent.yaml", result.stderr)
+        result = call("absent.yaml", ranks=2)
+        self.assertEqual(result.returncode, 2)
+        self.assertEqual(result.stderr.count("absent.yaml"), 1, result.stderr)
+
+    def test_the_wrong_number_of_ranks_names_both_numbers(self):
+        job = self.job()
+        result = call(job, "--set", "parallel.data_parallel=3", ranks=2)
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertIn("is 3 ranks", result.stderr)
+        self.assertIn("there are 2", result.stderr)
+        self.assertIn("1 fault", result.stderr)
+        self.assertEqual(call("check", job, "--ranks", 1).returncode, 0)
+        result = call("check", job, "--ranks", 8)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("there are 8", result.stderr)
+
+    def test_check_of_a_good_job_is_0_and_leaves_nothing_behind(self):
+        job = self.job()
+        result = call("check", job, "--set", "training.steps=5")
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        self.assertFalse(self.run_dir.exists())
+
+    def test_set_is_judged_like_the_file(self):
+        result = call("check", self.job(), "--set", "training.stepps=5")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("training.stepps", result.stderr)
+
+    def test_a_cuda_run_is_refused_where_nothing_can_run_it(self):
+        result = call(self.job(), "--set", "run.device=cuda")
+        self.assertEqual(result.returncode, 2, result.stdout)
+        self.assertIn("run.device", result.stderr)
+
+    def test_an_old_run_folder_learns_that_its_job_is_wrong(self):
+        job = self.job(extra="moe: {balanse: none}\n")
+        self.run_dir.mkdir()
+        self.assertEqual(call(job).returncode, 2)
+        end = self.exit_json()
+        self.assertEqual((end["code"], end["rank"], end["step"]), (2, 0, None))
+        self.assertIn("moe.balanse", end["cause"])
+
+
+class Plans(InAFolder):
+    def plan(self, preset, *words):
+        job = self.write("job.yaml", f"model: {{preset: {preset}}}\ndata: {{train: nowhere, format: tokens, sequence_length: 4096}}\ntraining: {{steps: 10}}\n")
+        result = call("plan", job, "--json", *words)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return json.loads(result.stdout)
+
+    def test_the_presets_have_their_published_parameters(self):
+        wanted = {
+            "kimi-k3": (2779484476000, 104189612640, 2722740830208),
+            "kimi-k3.1": (2779663002208, 104368138848, 2722740830208),
+            "kimi-linear-48b": (49122681728, 3106972544, 47110422528),
+        }
+        for preset, (total, active, experts) in wanted.items():
+            p = self.plan(preset)["parameters"]
+            self.assertEqual((p["total"], p["active_per_token"], p["routed_experts"], p["trunk"]), (total, active, experts, total - experts), preset)
+
+    def test_keys_and_sums_are_those_of_the_contract(self):
+        plan = self.plan("kimi-k3", "--set", "parallel.expert_parallel=128", "--device-memory", "141GB")
+        self.assertEqual(set(plan), {"parameters", "ranks", "fits", "step", "advice"})
+        self.assertEqual(sum(rank["count"] for rank in plan["ranks"]), 128)
+        self.assertEqual([rank["rank"] for rank in plan["ranks"]], sorted(rank["rank"] for rank in plan["ranks"]))
+        categories = {"weights", "gradients", "optimizer", "activations", "cache", "loss", "communication", "workspace", "total"}
+        for rank in plan["ranks"]:
+            self.assertEqual(set(rank["device_bytes"]), categories)
+            self.assertEqual(set(rank["host_bytes"]), categories)
+            parts = [rank["device_bytes"][name] for name in categories - {"total"}]
+            self.assertLessEqual(max(parts), rank["device_bytes"]["total"])
+            self.assertLessEqual(rank["device_bytes"]["total"], sum(parts))
+        # bf16 weights, masters and moments of fp32: 14 bytes a parameter over the ranks, a little more where rows do not divide.
+        held = sum((r["device_bytes"]["optimizer"]) * r["count"] for r in plan["ranks"])
+        self.assertAlmostEqual(held / (12 * plan["parameters"]["trainable"]), 1, delta=1e-3)
+        self.assertIs(plan["fits"], False)
+        self.assertTrue(plan["advice"] and all(isinstance(line, str) for line in plan["advice"]))
+        self.assertIsNone(plan["step"]["predicted_ms"])
+        for name in ("model_flops", "bytes_gathered", "bytes_exchanged"):
+            self.assertGreater(plan["step"][name], 0, name)
+
+    def test_fits_is_said_only_against_a_memory(self):
+        self.assertIsNone(self.plan("tiny-k3")["fits"])
+        self.assertIs(self.plan("tiny-k3", "--device-memory", "64GiB")["fits"], True)
+        self.assertIs(self.plan("tiny-k3", "--device-memory", "1MB")["fits"], False)
+        self.assertEqual(self.plan("tiny-k3", "--device-memory", "64GiB")["advice"], [])
+
+    def test_ranks_that_the_job_does_not_make_up_are_a_fault(self):
+        self.plan("tiny-k3", "--ranks", 1)
+        result = call("plan", self.root / "job.yaml", "--ranks", 4)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("there are 4", result.stderr)
+
+    def test_people_get_a_table(self):
+        self.plan("tiny-k3")
+        result = call("plan", self.root / "job.yaml")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        for word in ["active a token", "optimizer", "GiB", "TFLOP", "exchanged"]:
+            self.assertIn(word, result.stdout)
+
+
+class Runs(InAFolder):
+    def test_a_run_ends_with_0_and_says_so(self):
+        result = call(self.job())
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(self.exit_json()["code"], 0)
+        self.assertEqual(len((self.run_dir / "metrics.csv").read_text().splitlines()), 4)
+        self.assertNotIn("[rank", result.stdout)
+
+    def test_contents_that_cannot_be_read_are_a_failure_of_the_run(self):
+        data = self.write("broken.h5", b"\x89HDF\r\n\x1a\nand no more")
+        job = self.job(data=data)
+        result = call(job, "--set", "data.format=tokens")
+        self.assertEqual(result.returncode, 3, result.stderr)
+        self.assertEqual(len(result.stderr.splitlines()), 1, result.stderr)
+        self.assertIn("broken.h5", result.stderr)
+        end = self.exit_json()
+        self.assertEqual((end["code"], end["rank"]), (3, 0))
+        self.assertIn("broken.h5", end["cause"])
+        result = call(job, "--set", "data.format=tokens", "--set", "parallel.data_parallel=2", ranks=2)
+        self.assertEqual(result.returncode, 3, result.stderr)
+        self.assertEqual(result.stderr.count("broken.h5"), 1, result.stderr)
+
+    def test_stop_after_and_resume_go_on_where_the_run_stood(self):
+        job = self.job(steps=4)
+        self.assertEqual(call(job, "--stop-after", 2).returncode, 0)
+        self.assertEqual(len((self.run_dir / "metrics.csv").read_text().splitlines()), 3)
+        self.assertEqual(call("train", job).returncode, 0)
+        self.assertEqual(len((self.run_dir / "metrics.csv").read_text().splitlines()), 5)
+
+    def test_a_signal_at_the_very_start_saves_and_stops_with_5(self):
+        job = self.job(steps=1000000)
+        process = subprocess.Popen([PROGRAM, str(job)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGUSR1)
+        out, err = process.communicate(timeout=300)
+        self.assertEqual(process.returncode, 5, out + err)
+        self.assertEqual(self.exit_json()["code"], 5)
+        self.assertTrue((self.run_dir / "checkpoints" / "latest").exists())
+
+    def test_a_folder_of_another_model_is_refused(self):
+        job = self.job(steps=1)
+        self.assertEqual(call(job).returncode, 0)
+        result = call(job, "--set", "optimizer.lr=0.1", "--set", "training.steps=2")
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertIn("another job", result.stderr)
+        self.assertEqual(len(result.stderr.splitlines()), 1, result.stderr)
+
+
+class Inspect(InAFolder):
+    def test_a_checkpoint_tells_its_step_and_tensors(self):
+        self.assertEqual(call(self.job(steps=2)).returncode, 0)
+        checkpoints = self.run_dir / "checkpoints"
+        step = checkpoints / "step_00000002"
+        for path in (self.run_dir, checkpoints, step, step / "checkpoint.h5"):
+            result = call("inspect", path)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            for word in ["step 2,", "model.embed_tokens.weight", "[257, 64]", "total:"]:
+                self.assertIn(word, result.stdout)
+        shard = next(step.glob("shard_*.h5"))
+        shard.write_bytes(shard.read_bytes()[:-1])
+        self.assertEqual(call("inspect", step).returncode, 3)
+
+    def test_safetensors_are_read_by_their_headers(self):
+        header = {"__metadata__": {"format": "pt"}, "a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]},
+                  "b": {"dtype": "F32", "shape": [], "data_offsets": [12, 16]}}
+        text = json.dumps(header).encode()
+        whole = struct.pack("<Q", len(text)) + text + bytes(16)
+        path = self.write("model.safetensors", whole)
+        self.write("config.json", json.dumps({"model_type": "kimi_linear", "text_config": {"hidden_size": 64}}))
+        result = call("inspect", self.root)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        for word in ["a BF16 [2, 3]", "b F32 []", "total: 2 tensors, 7 elements", "kimi_linear", "text_config.hidden_size: 64"]:
+            self.assertIn(word, result.stdout)
+        wide = dict(header, a={"dtype": "BF16", "shape": [2, 4], "data_offsets": [0, 12]})
+        text = json.dumps(wide).encode()
+        for broken in (whole[:-1], whole[:5], whole[:20], b"", struct.pack("<Q", 1 << 62) + bytes(16), struct.pack("<Q", len(text)) + text + bytes(16)):
+            path.write_bytes(broken)
+            result = call("inspect", path)
+            self.assertEqual(result.returncode, 3, (broken, result.stdout))
+            self.assertIn("model.safetensors", result.stderr)
+
+    def test_what_is_nothing_of_ours_is_said_to_be_so(self):
+        self.assertEqual(call("inspect", self.root / "absent").returncode, 2)
+        self.assertEqual(call("inspect", self.root).returncode, 3)
+        self.assertEqual(call("inspect", self.write("text.txt", "words")).returncode, 3)
+
+
+if __name__ == "__main__":
+    PROGRAM = os.path.abspath(sys.argv.pop(1))
+    unittest.main()

@@ -1,0 +1,211 @@
+// plan_test.cpp -- what a plan says is what the public models have, what a hand counts, and what a real step takes.
+#include "core/plan.h"
+
+#include "tests/support/catch.h"
+#include "tests/support/tiny.h"
+
+namespace moetrain::core {
+namespace {
+
+Config preset(const std::string& name) {
+  std::vector<Fault> faults;
+  const auto job =
+      io::parse_yaml("model: {preset: " + name + "}\ndata: {train: [.], sequence_length: 4096}\ntraining: {steps: 1}\n", "job");
+  const Config config = read_config(job, {}, "", faults);
+  std::string found;
+  for (const Fault& f : faults) found += f.key + ": " + f.text + "\n";
+  INFO(found);
+  REQUIRE(faults.empty());
+  return config;
+}
+
+// One KDA layer and a dense MLP, every dim 0 even. Elements: embedding 32, head 32, last norm 4; in the layer 104 of KDA's
+// matrices, 56 of its pinned tensors, 72 of the MLP, 8 of norms.
+Config even_config(int ranks, parallel::Sharding sharding) {
+  Config c;
+  c.run.dtype = DType::bf16;
+  auto& m = c.model;
+  m.vocab_size = 8;
+  m.hidden_size = 4;
+  m.num_hidden_layers = 1;
+  m.intermediate_size = 6;
+  m.linear_attn = {.num_heads = 2,
+                   .head_dim = 2,
+                   .short_conv_kernel_size = 4,
+                   .gate_lower_bound = -5.0,
+                   .use_full_rank_gate = true,
+                   .full_attn_layers = {},
+                   .kda_layers = {}};
+  c.data.sequence_length = 4;
+  c.training.steps = 1;
+  c.parallel.data_parallel = ranks;
+  c.parallel.sharding = sharding;
+  return c;
+}
+
+std::int64_t bytes(const RankPlan& r, Category c) { return r.device_bytes[std::size_t(c)]; }
+
+io::Batch full_sequence(const Config& c) {
+  const auto S = std::size_t(c.data.sequence_length);
+  return {std::vector<std::int32_t>(S, 1), std::vector<std::int32_t>(S, 2), {0, std::int64_t(S)}, {0, std::int64_t(S)}};
+}
+
+}  // namespace
+
+TEST_CASE("the presets have the parameters of the public models, to the unit", "[core]") {
+  const auto k3 = count_parameters(preset("kimi-k3"));
+  CHECK(k3.total == 2'779'484'476'000);
+  CHECK(k3.active_per_token == 104'189'612'640);
+  CHECK(k3.routed_experts == 2'722'740'830'208);
+  CHECK(k3.trunk == 56'743'645'792);
+  CHECK(k3.trainable == 2'779'484'476'000 - 92 * 896);  // router biases follow a rule, not a gradient
+
+  const auto k31 = count_parameters(preset("kimi-k3.1"));
+  CHECK(k31.total == 2'779'663'002'208);
+  CHECK(k31.active_per_token == 104'368'138'848);
+  CHECK(k31.routed_experts == 2'722'740'830'208);
+
+  const auto linear = count_parameters(preset("kimi-linear-48b"));
+  CHECK(linear.total == 49'122'681'728);
+  CHECK(linear.active_per_token == 3'106'972'544);
+  CHECK(linear.routed_experts == 47'110'422'528);
+}
+
+TEST_CASE("parameters of a small model are those counted by hand", "[core]") {
+  Config c = test::tiny_config();
+  const auto n = count_parameters(c);
+  CHECK(n.total == 3 * 2831 + 2 * (2412 + 318) + 4 * (200 + 637 + 792 + 8 * 429) + 2880 + 5 * 144 + 72 + 2 * 1464);
+  CHECK(n.routed_experts == 4 * 8 * 429);
+  CHECK(n.trunk == n.total - n.routed_experts);
+  CHECK(n.active_per_token == n.trunk - 1464 + 4 * 2 * 429);
+  CHECK(n.trainable == n.total - 4 * 8);
+
+  c.model.tie_word_embeddings = true;  // then the one table is read as rows and multiplied as the head
+  const auto tied = count_parameters(c);
+  CHECK(tied.total == n.total - 1464);
+  CHECK(tied.active_per_token == n.active_per_token);
+
+  c.training.trainable = {"model.embed_tokens.weight"};
+  CHECK(count_parameters(c).trainable == 1464);
+}
+
+TEST_CASE("FLOPs of a step by kind of layer are those counted by hand", "[core]") {
+  Config c = test::tiny_config();
+  const double tokens = 64, passes = 3 * tokens;
+  const auto f = step_flops(c, 64);
+  CHECK(f.kda == passes * 3 * (2 * 2586 + 2 * (6 * 81 + 3 * 64 * 9 + 64 * 64)));
+  // Selected keys of 32 positions with 4 each: 1 + 2 + 3 + 29 * 4; products of widths 10 + 4 and 10 over 3 heads.
+  CHECK(f.attention == passes * 2 * (2 * 2388 + 2 * 3 * 24 * 122.0 / 32.0));
+  CHECK(f.indexer == passes * 2 * (2 * 308 + 2 * 10 * 16.5));
+  CHECK(f.dense_mlp == passes * 2 * 2880);
+  CHECK(f.experts == passes * 4 * 2 * 2 * 429);
+  CHECK(f.shared_experts == passes * 4 * 2 * 792);
+  CHECK(f.latent == passes * 4 * 2 * 624);
+  CHECK(f.router == passes * 4 * 2 * 192);
+  CHECK(f.head == passes * 2 * 1464);
+  CHECK(f.total() == f.kda + f.attention + f.indexer + f.dense_mlp + f.experts + f.shared_experts + f.latent + f.router + f.head);
+
+  SECTION("dense attention meets half of all pairs, at the widths of its heads") {
+    c.loss.indexer_stage = IndexerStage::dense;
+    CHECK(step_flops(c, 64).attention == passes * 2 * (2 * 2388 + 2 * 3 * 17 * 16.5));
+    CHECK(step_flops(c, 64).indexer == f.indexer);
+    c.loss.indexer_coefficient = 0;  // nobody asks it then
+    CHECK(step_flops(c, 64).indexer == 0);
+  }
+  SECTION("a selection wider than the sequence meets every earlier position") {
+    c.model.dsa->index_topk = 100;
+    CHECK(step_flops(c, 64).attention == passes * 2 * (2 * 2388 + 2 * 3 * 24 * 16.5));
+  }
+  SECTION("a tied head costs what its own would") {
+    c.model.tie_word_embeddings = true;
+    CHECK(step_flops(c, 64).head == f.head);
+  }
+}
+
+TEST_CASE("bytes of weights, gradients and optimizer are hand arithmetic under every sharding", "[core]") {
+  using parallel::Sharding;
+  constexpr std::int64_t kAll = 308, kPinned = 56, kTrunk = 240, kHeld = 2 * (kAll - kPinned) + 4 * kPinned;
+  constexpr std::int64_t kState = 4 * (kAll - kPinned) + 8 * kAll;  // masters of bf16 weights, two moments of all
+  const auto of = [](int ranks, Sharding s) { return make_plan(even_config(ranks, s)); };
+
+  const Plan one = of(1, Sharding::full);
+  REQUIRE(one.ranks.size() == 1);
+  CHECK(bytes(one.ranks[0], Category::weights) == kHeld);
+  CHECK(bytes(one.ranks[0], Category::gradients) == 4 * kAll);
+  CHECK(bytes(one.ranks[0], Category::optimizer) == kState);
+  CHECK(one.bytes_gathered + one.bytes_exchanged == 0);
+
+  const Plan none = of(2, Sharding::none);
+  REQUIRE(none.ranks.size() == 1);
+  CHECK(none.ranks[0].count == 2);
+  CHECK(bytes(none.ranks[0], Category::weights) == kHeld);
+  CHECK(bytes(none.ranks[0], Category::gradients) == 4 * kAll);
+  CHECK(bytes(none.ranks[0], Category::optimizer) == kState);
+
+  const Plan optimizer = of(2, Sharding::optimizer);
+  CHECK(bytes(optimizer.ranks[0], Category::weights) == kHeld);
+  CHECK(bytes(optimizer.ranks[0], Category::gradients) == 4 * kAll + 4 * kTrunk / 2);  // and the sums of the largest unit's shard
+  CHECK(bytes(optimizer.ranks[0], Category::optimizer) == kState / 2);
+
+  const Plan gradients = of(2, Sharding::gradients);
+  CHECK(bytes(gradients.ranks[0], Category::weights) == kHeld);
+  CHECK(bytes(gradients.ranks[0], Category::gradients) == 4 * kAll / 2 + 4 * kTrunk);  // and the largest unit's whole ones
+  CHECK(bytes(gradients.ranks[0], Category::optimizer) == kState / 2);
+
+  const Plan full = of(2, Sharding::full);
+  CHECK(bytes(full.ranks[0], Category::weights) ==
+        kHeld / 2 + 2 * (kTrunk - kPinned) + 4 * kPinned);  // and the largest unit, gathered
+  CHECK(bytes(full.ranks[0], Category::gradients) == 4 * kAll / 2 + 4 * kTrunk);
+  CHECK(bytes(full.ranks[0], Category::optimizer) == kState / 2);
+}
+
+TEST_CASE("ranks are told apart where shards are uneven, and only there", "[core]") {
+  const Plan plan = make_plan(even_config(3, parallel::Sharding::full));
+  REQUIRE(plan.ranks.size() == 2);  // 4 rows over 3 ranks are 2, 2 and none
+  CHECK(plan.ranks[0].rank == 0);
+  CHECK(plan.ranks[0].count == 2);
+  CHECK(plan.ranks[1].rank == 2);
+  CHECK(plan.ranks[1].count == 1);
+  CHECK(bytes(plan.ranks[0], Category::optimizer) > bytes(plan.ranks[1], Category::optimizer));
+  CHECK(plan.ranks[0].device_total > plan.ranks[1].device_total);
+}
+
+TEST_CASE("experts over ranks exchange what balanced routing sends", "[core]") {
+  Config c = test::tiny_config();
+  c.parallel.expert_parallel = 4;
+  const Plan plan = make_plan(c);
+  REQUIRE(!plan.ranks.empty());
+  CHECK(plan.ranks[0].count == 4);
+  CHECK(plan.tokens == 4 * 32);
+  // 32 tokens to 2 experts each: 48 of 64 rows leave, out and back, forward and backward, of 4 layers, 13 wide in f64; and each
+  // forward the counts of 6 experts elsewhere.
+  CHECK(plan.bytes_exchanged == 4 * (4 * 48 * 13 * 8 + 6 * 8));
+}
+
+TEST_CASE("a plan holds what a real step takes", "[core]") {
+  Config c = test::tiny_config();
+  c.model.num_experts = 0;  // balanced routing is the plan's own
+  c.model.first_k_dense_replace = 0;
+  c.run.dtype = GENERATE(DType::f64, DType::bf16);
+  c.memory.activation_checkpointing = GENERATE(Checkpointing::none, Checkpointing::full);
+  c.training.gradient_accumulation = 2;
+  const Plan plan = make_plan(c);
+  REQUIRE(plan.ranks.size() == 1);
+
+  Trainer real(c, parallel::solo(), Device::cpu);
+  real.initialize();
+  const std::vector<io::Batch> batches(2, full_sequence(c));
+  real.step(batches);
+  const auto taken = real.memory().peaks();
+  for (const Category k : {Category::weights, Category::gradients, Category::optimizer, Category::activations, Category::cache,
+                           Category::loss, Category::communication}) {
+    INFO(name_of(k));
+    CHECK(bytes(plan.ranks[0], k) == taken[std::size_t(k)]);
+  }
+  CHECK(bytes(plan.ranks[0], Category::activations) > 0);
+  CHECK(bytes(plan.ranks[0], Category::loss) > 0);
+  CHECK(bytes(plan.ranks[0], Category::workspace) <=
+        taken[std::size_t(Category::workspace)]);  // ops' own small temporaries come on top
+}
+
+}  // namespace moetrain::core
