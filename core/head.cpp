@@ -25,6 +25,7 @@ Head::Head(const ModelConfig& m, ParamTable& table, int embedding)
       weight_(m.tie_word_embeddings ? embedding : table.add({.name = "lm_head.weight", .shape = {m.vocab_size, m.hidden_size}, .unit = UnitKind::head})) {}
 
 void Head::forward(Pass& pass, const Bank& bank, ConstTensor p, Kept& k) const {
+  k = {};
   k.p = k.in = p;
   if (mix_) {
     std::vector<ConstTensor> sources(bank.rows);

@@ -77,6 +77,7 @@ void Model::forward(Pass& pass, const Layout& layout, Tensor logits, std::span<c
   if (!training) {
     params.release(layout.head);
     if (tied_) params.release(layout.embedding);
+    if (layout.router_bias >= 0) params.release(layout.router_bias);
     pass.kept.release(start_mark_);
   }
 }
@@ -114,6 +115,7 @@ void Model::backward(Pass& pass, const Layout& layout) {
   }
   params.reduce(layout.embedding);
   params.release(layout.embedding);
+  if (layout.router_bias >= 0) params.release(layout.router_bias);
   pass.kept.release(start_mark_);
 }
 

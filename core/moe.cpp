@@ -52,7 +52,7 @@ void Moe::route(Pass& pass, ConstTensor x, Kept& k, Tensor experts) const {
   k.logits = pass.keep_real({pass.T(), E_});
   k.weights = pass.keep_real({pass.T(), K_});
   project(pass, router_, x, k.logits);
-  const Tensor cutoff = pass.scratch_real({pass.T()});
+  const Tensor cutoff = pass.decided() ? Tensor{} : pass.scratch_real({pass.T()});
   ops::router(pass.ctx, ops::RouterForward{.logits = k.logits,
                                            .bias = pass.params.weight(bias_),
                                            .rule = rule_,
@@ -67,7 +67,7 @@ void Moe::count(Pass& pass, const Kept& k, ConstTensor experts, ConstTensor cuto
   const auto& sums = pass.balance;
   const Tensor counts = sums.counts.rows(moe_index_, moe_index_ + 1).reshape({E_});
   ops::expert_count(pass.ctx, ops::ExpertCount{.experts = experts, .counts = counts});
-  if (sums.histogram.present())
+  if (sums.histogram.present() && cutoff.present())
     ops::quantile_histogram(
         pass.ctx, ops::QuantileHistogram{.logits = k.logits,
                                          .cutoff = cutoff,

@@ -1,7 +1,12 @@
 // grouped_linear.cpp -- one linear a group; many small groups run side by side, large ones one after another on all threads.
 #include "ops/grouped_linear.h"
 
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
 #include <initializer_list>
+#include <vector>
 
 #include "ops/cpu/types.h"
 #include "ops/linear.h"
@@ -9,12 +14,14 @@
 namespace moetrain::ops {
 namespace {
 
+bool real_operands(std::initializer_list<ConstTensor> operands) {
+  return std::all_of(operands.begin(), operands.end(), [](const ConstTensor& t) { return !t.present() || t.dtype == real_of(t.dtype); });
+}
+
 // Within a group side by side, only products that take no scratch may run: a stack has one user at a time.
 bool side_by_side(std::initializer_list<ConstTensor> operands, std::int64_t groups, double multiply_adds) {
   constexpr double kLarge = 1 << 24;  // multiply-adds of a group that are worth all threads for themselves
-  for (const ConstTensor& t : operands)
-    if (t.present() && t.dtype != real_of(t.dtype)) return false;
-  return groups > 1 && multiply_adds < kLarge * double(groups);
+  return real_operands(operands) && groups > 1 && multiply_adds < kLarge * double(groups);
 }
 
 template <class Body>
@@ -36,12 +43,38 @@ BasicTensor<kConst> run(BasicTensor<kConst> x, std::int64_t begin, std::int64_t 
 
 }  // namespace
 
+// Every product has kRows rows, the last of a group padded: BLAS picks its kernels by size, so only then is a row's result
+// the same bits however many rows its expert got, and one document's outputs do not depend on another's.
 void cpu::grouped_linear(Context& ctx, const GroupedLinearForward& a) {
-  const double work = double(a.x.count()) * double(a.w.shape[1]);
-  each_group(a.offsets, side_by_side({a.x, a.w, a.y}, a.w.shape[0], work),
-             [&](std::int64_t g, std::int64_t begin, std::int64_t end) {
-               cpu::linear(ctx, LinearForward{.x = a.x.rows(begin, end), .w = matrix(a.w, g), .y = a.y.rows(begin, end)});
-             });
+  constexpr std::int64_t kRows = 32;
+  struct Block {
+    std::int64_t group, begin, end;
+  };
+  std::vector<Block> blocks;
+  for (std::int64_t g = 0; g + 1 < std::int64_t(a.offsets.size()); ++g)
+    for (std::int64_t r = a.offsets[std::size_t(g)], end = a.offsets[std::size_t(g) + 1]; r < end; r += kRows)
+      blocks.push_back({g, r, std::min(end, r + kRows)});
+  const bool parallel = real_operands({a.x, a.w, a.y}) && blocks.size() > 1;
+  const int threads = parallel ? omp_get_max_threads() : 1;
+  Scope scope(ctx.scratch);
+  const Tensor padded_x = ctx.scratch.zeros(a.x.dtype, {threads, kRows, a.x.shape[1]});
+  const Tensor padded_y = ctx.scratch.take(a.y.dtype, {threads, kRows, a.y.shape[1]});
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (parallel)
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    const Block& b = blocks[i];
+    ConstTensor x = a.x.rows(b.begin, b.end);
+    Tensor y = a.y.rows(b.begin, b.end);
+    const std::int64_t thread = omp_get_thread_num();
+    const bool whole = b.end - b.begin == kRows;
+    if (!whole) {  // rows past the group's end hold an older block's values; their results are not read
+      const Tensor block = matrix(padded_x, thread);
+      std::memcpy(block.data, x.data, std::size_t(x.bytes()));
+      x = block;
+      y = matrix(padded_y, thread);
+    }
+    cpu::linear(ctx, LinearForward{.x = x, .w = matrix(a.w, b.group), .y = y});
+    if (!whole) std::memcpy(a.y.rows(b.begin, b.end).data, y.data, std::size_t((b.end - b.begin) * y.shape[1] * size_of(y.dtype)));
+  }
 }
 
 void cpu::grouped_linear(Context& ctx, const GroupedLinearBackward& a) {

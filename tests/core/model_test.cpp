@@ -39,6 +39,7 @@ Losses losses_held(core::Trainer& t, Stack& kept, const io::Batch& host, std::sp
       t.params().reduce(unit);
       t.params().release(unit);
     }
+  if (t.layout().router_bias >= 0) t.params().release(t.layout().router_bias);
   pass.kept.release(mark);
   return {*pass.losses.lm.as<double>() * pass.scales.per_label, *pass.losses.balance.as<double>(),
           *pass.losses.indexer.as<double>() * pass.scales.per_token * t.config().loss.indexer_coefficient};

@@ -1,5 +1,6 @@
 // unequal_mpi_test.cpp -- ranks with unequal work: label counts, sequence lengths, experts that get everything or nothing.
 #include <cmath>
+#include <cstring>
 
 #include "core/trainer.h"
 #include "tests/support/catch.h"
