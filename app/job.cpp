@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "core/plan.h"
 #include "io/files.h"
 
 namespace moetrain::app {
@@ -13,10 +14,10 @@ std::string line_of(const std::string& path, const core::Fault& f) {
   return path + (f.line > 0 ? ":" + std::to_string(f.line) : "") + ": " + (f.key.empty() ? "" : f.key + ": ") + f.text;
 }
 
-int device_line(const io::YamlNode& job) {
-  const io::YamlNode* run = job.find("run");
-  const io::YamlNode* device = run != nullptr ? run->find("device") : nullptr;
-  return device != nullptr ? device->line : 0;
+int line_of_key(const io::YamlNode& job, const char* section, const char* key) {
+  const io::YamlNode* keys = job.find(section);
+  const io::YamlNode* value = keys != nullptr ? keys->find(key) : nullptr;
+  return value != nullptr ? value->key_line : 0;
 }
 
 bool about(const core::Fault& f, const char* key) { return f.key.rfind(key, 0) == 0; }
@@ -31,7 +32,12 @@ JudgedJob judge_job(const JobArguments& job, const std::string& text, int ranks,
   core::check_config(judged.config, tree, ranks, faults);
   const bool device_judged = std::any_of(faults.begin(), faults.end(), [](const core::Fault& f) { return about(f, "run.device"); });
   if (judged.config.run.device == core::DeviceChoice::cuda && !device_judged)
-    faults.push_back({device_line(tree), "run.device", "cuda: this version trains on the CPU; write cpu or auto"});
+    faults.push_back({line_of_key(tree, "run", "device"), "run.device", "cuda: this version trains on the CPU; write cpu or auto"});
+  try {
+    if (faults.empty()) core::count_parameters(judged.config);
+  } catch (const Error& wrong) {  // patterns can only be judged against the names of the model
+    faults.push_back({line_of_key(tree, "training", "trainable"), "", wrong.what()});
+  }
   if (needs == Needs::sizes)
     std::erase_if(faults,
                   [](const core::Fault& f) { return about(f, "data.train") || about(f, "data.eval") || about(f, "run.device"); });

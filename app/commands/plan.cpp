@@ -125,16 +125,10 @@ io::Json plan_json(const Plan& plan, std::optional<bool> fit, const std::vector<
                           {"device_bytes", bytes_json(r.device_bytes, r.device_total)},
                           {"host_bytes", bytes_json(r.host_bytes, host_total(r))}});
   j["fits"] = fit ? io::Json(*fit) : io::Json(nullptr);
-  const auto& f = plan.flops;
-  j["step"] = {{"model_flops", f.total()},
+  j["step"] = {{"model_flops", plan.flops.total()},
                {"bytes_gathered", plan.bytes_gathered},
                {"bytes_exchanged", plan.bytes_exchanged},
-               {"predicted_ms", nullptr},
-               {"tokens", plan.tokens}};
-  j["step"]["model_flops_by_layer"] = {
-      {"kda", f.kda},         {"attention", f.attention},           {"indexer", f.indexer}, {"dense_mlp", f.dense_mlp},
-      {"experts", f.experts}, {"shared_experts", f.shared_experts}, {"latent", f.latent},   {"router", f.router},
-      {"head", f.head}};
+               {"predicted_ms", nullptr}};
   j["advice"] = lines;
   return j;
 }

@@ -27,12 +27,15 @@ std::string shared_text(Session& session, const JobArguments& job) {
   return text;
 }
 
-void read_agreed(Session& session, const JobArguments& job, core::Config& config) {
-  const std::string text = shared_text(session, job);
+void read_agreed(Session& session, const TrainArguments& arguments, core::Config& config) {
+  const std::string text = shared_text(session, arguments.job);
   core::together(session.control(), [&] {
-    JudgedJob judged = judge_job(job, text, session.size(), Needs::everything);
+    JudgedJob judged = judge_job(arguments.job, text, session.size(), Needs::everything);
     config = std::move(judged.config);
     if (!judged.faults.empty()) throw Error(judged.faults, ExitCode::bad_job);
+    const std::string& from = arguments.resume;
+    if (from != "auto" && from != "never" && !std::filesystem::exists(from))
+      throw Error("--resume " + from + ": no such checkpoint", ExitCode::bad_job);
   });
 }
 
@@ -71,7 +74,7 @@ ExitCode train(const TrainArguments& arguments, int& argc, char**& argv) {
   const std::string& dir = config.run.dir;
   config.run.dir.clear();  // until the job says which
   try {
-    read_agreed(session, arguments.job, config);
+    read_agreed(session, arguments, config);
     if (session.rank() == 0 && config.run.device == core::DeviceChoice::automatic) spdlog::info("run.device auto: cpu");
     const core::TrainOptions options{
         .resume = arguments.resume, .stop_after = arguments.stop_after, .stop_requested = stop_signal_kept};

@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 import unittest
 
 PROGRAM = None
@@ -150,6 +149,19 @@ class Faults(InAFolder):
         self.assertEqual(result.returncode, 2)
         self.assertIn("training.stepps", result.stderr)
 
+    def test_a_pattern_of_no_parameter_is_a_fault(self):
+        job = self.job()
+        for words, ranks in ((["check", job], 0), ([job], 2)):
+            result = call(*words, "--set", "training.trainable=[model.nowhere.*]", *(["--set", "parallel.data_parallel=2"] if ranks else []), ranks=ranks)
+            self.assertEqual(result.returncode, 2, result.stderr)
+            self.assertEqual(result.stderr.count("model.nowhere.*"), 1, result.stderr)
+
+    def test_a_checkpoint_that_is_not_there_is_a_fault(self):
+        result = call(self.job(), "--resume", self.root / "step_00000007")
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertIn("step_00000007", result.stderr)
+        self.assertFalse(self.run_dir.exists())
+
     def test_a_cuda_run_is_refused_where_nothing_can_run_it(self):
         result = call(self.job(), "--set", "run.device=cuda")
         self.assertEqual(result.returncode, 2, result.stdout)
@@ -199,6 +211,7 @@ class Plans(InAFolder):
         self.assertIs(plan["fits"], False)
         self.assertTrue(plan["advice"] and all(isinstance(line, str) for line in plan["advice"]))
         self.assertIsNone(plan["step"]["predicted_ms"])
+        self.assertEqual(set(plan["step"]), {"model_flops", "bytes_gathered", "bytes_exchanged", "predicted_ms"})
         for name in ("model_flops", "bytes_gathered", "bytes_exchanged"):
             self.assertGreater(plan["step"][name], 0, name)
 
@@ -254,7 +267,11 @@ class Runs(InAFolder):
     def test_a_signal_at_the_very_start_saves_and_stops_with_5(self):
         job = self.job(steps=1000000)
         process = subprocess.Popen([PROGRAM, str(job)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        time.sleep(0.3)
+        # From its first instruction on; until then the system's own answer to a signal would be tested.
+        caught = 0
+        while not caught >> signal.SIGUSR1 - 1 & 1:
+            status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
+            caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
         process.send_signal(signal.SIGUSR1)
         out, err = process.communicate(timeout=300)
         self.assertEqual(process.returncode, 5, out + err)
