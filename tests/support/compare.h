@@ -2,6 +2,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,12 @@ inline std::vector<double> values_of(ConstTensor t) {
   return v;
 }
 
+inline std::string digits(double x) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.12g", x);
+  return text;
+}
+
 // Empty when every |got - want| <= relative * max(|want|, root mean square of want) + absolute; else the first place that is not.
 // Written as !(gap <= bound), so NaN never passes. All-zero expectations are refused unless absolute > 0 says they are meant.
 inline std::string difference(const std::vector<double>& got, const std::vector<double>& want, double relative, double absolute = 0) {
@@ -35,8 +42,8 @@ inline std::string difference(const std::vector<double>& got, const std::vector<
   for (std::size_t i = 0; i < got.size(); ++i) {
     const double bound = relative * std::max(std::abs(want[i]), rms) + absolute;
     if (!(std::abs(got[i] - want[i]) <= bound))
-      return "[" + std::to_string(i) + "] got " + std::to_string(got[i]) + ", want " + std::to_string(want[i]) + ", off by " +
-             std::to_string((got[i] - want[i]) / (rms > 0 ? rms : 1)) + " rms";
+      return "[" + std::to_string(i) + "] got " + digits(got[i]) + ", want " + digits(want[i]) + ", off by " +
+             digits((got[i] - want[i]) / (rms > 0 ? rms : 1)) + " rms";
   }
   return {};
 }
