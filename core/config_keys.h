@@ -333,7 +333,7 @@ void visit(V& v, MonitorConfig& c) {
         at_least(0));
   v.key("profile_steps", c.profile_steps, "print a table of time by operator after this many steps; 0: never", size_from(0));
   v.key("collective_timeout_s", c.collective_timeout_s, "seconds a rank waits for the others before it calls them lost",
-        positive());
+        positive().only_default("watch over collectives"));
 }
 
 template <class V>

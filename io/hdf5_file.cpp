@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <limits>
 
+#include "io/hdf5_disk.h"
 #include "memory/check.h"
 
 namespace moetrain::io {
@@ -45,9 +46,11 @@ Status h5_ok(Status status, const std::string& path, const std::string& what) {
 
 Id own(hid_t id, const std::string& path, const std::string& what) { return Id(h5_ok(id, path, what)); }
 
-void silence_library() {  // it prints its error stack otherwise; the reason is in our Error
-  static const bool silent = H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr) >= 0;
-  if (!silent) fail("hdf5: automatic error printing cannot be turned off");
+// The library prints its error stack otherwise, and the reason is in our Error; and its cleanup at exit walks over what a failed
+// close left behind, while our files have owners that close them.
+void tame_library() {
+  static const bool tame = H5dont_atexit() >= 0 && H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr) >= 0;
+  if (!tame) fail("hdf5: automatic error printing or cleanup cannot be turned off");
 }
 
 Id bf16_type() {
@@ -153,6 +156,7 @@ Id file_access() {
   Id access(H5Pcreate(H5P_FILE_ACCESS));
   if (H5Pset_fclose_degree(access.get(), H5F_CLOSE_STRONG) < 0 || H5Pset_file_locking(access.get(), false, true) < 0)
     throw Error("HDF5: cannot set how files are opened: " + reason());
+  use_disk(access.get());
   return access;
 }
 
@@ -195,13 +199,15 @@ void close_hdf5_file(std::int64_t file) noexcept {
   if (H5Fclose(file) < 0) spdlog::warn("HDF5: a file was not closed well: {}", reason());
 }
 
+Hdf5File::Hdf5File(std::string path, File file) : path_(std::move(path)), file_(std::move(file)), disk_(disk_failure_of(file_.get())) {}
+
 Hdf5File Hdf5File::create(const std::string& path) {
-  silence_library();
+  tame_library();
   return {path, File(h5_ok(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, file_access().get()), path, "create the file"))};
 }
 
 Hdf5File Hdf5File::open(const std::string& path, Access access) {
-  silence_library();
+  tame_library();
   struct stat found {};
   if (::stat(path.c_str(), &found) != 0) throw Error(path + ": cannot open: " + std::strerror(errno));
   if (!S_ISREG(found.st_mode)) throw Error(path + ": cannot open: not a file");
@@ -212,11 +218,19 @@ Hdf5File Hdf5File::open(const std::string& path, Access access) {
   return {path, File(h5_ok(H5Fopen(path.c_str(), flags, file_access().get()), path, "open"))};
 }
 
-void Hdf5File::flush() { h5_ok(H5Fflush(file_.get(), H5F_SCOPE_GLOBAL), path_, "write to disk"); }
+void Hdf5File::check_disk() const {
+  if (*disk_ != 0) throw Error(path_ + ": cannot write: " + std::strerror(*disk_));
+}
+
+void Hdf5File::flush() {
+  h5_ok(H5Fflush(file_.get(), H5F_SCOPE_GLOBAL), path_, "write to disk");
+  check_disk();
+}
 
 void Hdf5File::close() {
   flush();
   h5_ok(H5Fclose(file_.release()), path_, "close");
+  check_disk();
 }
 
 bool Hdf5File::has(const std::string& name) const {
@@ -303,6 +317,7 @@ void Hdf5File::transfer(const std::string& name, std::int64_t row_begin, const S
   const Id memory = space_for(extent_of(rows));
   if (from != nullptr) {
     h5_ok(H5Dwrite(dataset.get(), type.get(), memory.get(), space.get(), H5P_DEFAULT, from), path_, "write " + name);
+    check_disk();
   } else {
     check_sources(name, dataset.get(), row_begin, row_end);
     h5_ok(H5Dread(dataset.get(), type.get(), memory.get(), space.get(), H5P_DEFAULT, to), path_, "read " + name);

@@ -2,6 +2,7 @@
 // conversion.
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -72,7 +73,8 @@ class Hdf5File {
 
  private:
   using File = Handle<std::int64_t, close_hdf5_file, std::int64_t{-1}>;
-  Hdf5File(std::string path, File file) : path_(std::move(path)), file_(std::move(file)) {}
+  Hdf5File(std::string path, File file);
+  void check_disk() const;  // every write so far has been taken
   std::vector<std::string> links(const std::string& group, int kind) const;
   void transfer(const std::string& name, std::int64_t row_begin, const Shape& rows, bool whole, DType dtype, void* to,
                 const void* from) const;
@@ -80,6 +82,7 @@ class Hdf5File {
 
   std::string path_;
   File file_;
+  std::shared_ptr<int> disk_;  // io/hdf5_disk.h
   mutable std::set<std::string> sources_seen_;  // sources of virtual data sets that were found whole
 };
 

@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "ops/cpu/exp.h"
 #include "ops/cpu/gemm.h"
 #include "ops/cpu/real_output.h"
 
@@ -59,7 +60,8 @@ R softmax(R* z, std::int64_t n, std::int64_t columns) {
   R top = z[0];
 #pragma omp simd reduction(max : top)
   for (std::int64_t s = 0; s < n; ++s) top = std::max(top, z[s]);
-  for (std::int64_t s = 0; s < n; ++s) z[s] = std::exp(z[s] - top);
+#pragma omp simd
+  for (std::int64_t s = 0; s < n; ++s) z[s] = exp(z[s] - top);
   R sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (std::int64_t s = 0; s < n; ++s) sum += z[s];
@@ -118,9 +120,11 @@ void softmax_backward(const Sizes& s, const Block& b, std::int64_t n, R scale, c
     R *p = z + (t - b.begin) * keys, *dp = dz + (t - b.begin) * keys, delta = 0;
 #pragma omp simd reduction(+ : delta)
     for (std::int64_t h = 0; h < s.Hv; ++h) delta += R(o[at * s.Hv + h]) * dout[at * s.Hv + h];
-    for (std::int64_t k = 0; k < causal; ++k) p[k] = std::exp(p[k] - lse[at]);
 #pragma omp simd
-    for (std::int64_t k = 0; k < causal; ++k) dp[k] = scale * p[k] * (dp[k] - delta);
+    for (std::int64_t k = 0; k < causal; ++k) {
+      p[k] = exp(p[k] - lse[at]);
+      dp[k] = scale * p[k] * (dp[k] - delta);
+    }
     for (std::int64_t k = causal; k < keys; ++k) p[k] = dp[k] = 0;
   }
 }

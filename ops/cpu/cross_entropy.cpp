@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "ops/cpu/exp.h"
 #include "ops/cpu/gemm.h"
 #include "ops/cpu/types.h"
 
@@ -69,7 +70,7 @@ class Loss {
     if constexpr (std::is_same_v<T, R>)
       return rows;
     else {
-#pragma omp parallel for simd schedule(static) if (n * D_ > kWorthThreads)
+#pragma omp parallel for simd schedule(static) if (parallel : n * D_ > kWorthThreads)
       for (std::int64_t i = 0; i < n * D_; ++i) wide_weight_[i] = R(rows[i]);
       return wide_weight_;
     }
@@ -98,7 +99,8 @@ class Loss {
 #pragma omp simd reduction(max : top)
     for (std::int64_t v = 0; v < n; ++v) top = logits[v] > top ? logits[v] : top;
     double sum = 0;  // in f32 the last of many thousand terms would lose their low bits
-    for (std::int64_t v = 0; v < n; ++v) sum += double(std::exp(logits[v] - top));
+#pragma omp simd reduction(+ : sum)
+    for (std::int64_t v = 0; v < n; ++v) sum += double(cpu::exp(logits[v] - top));
     sum_[r] = R(double(sum_[r] * std::exp(top_[r] - top)) + sum);
     top_[r] = top;
     if (const auto v = label(r) - v0; v >= 0 && v < n) label_logit_[r] = logits[v];
@@ -121,7 +123,8 @@ class Loss {
 
   void logits_to_slopes(std::int64_t r, R* logits, std::int64_t v0, std::int64_t n) const {
     const R top = top_[r], scale = R(a_.gradient_scale) / sum_[r];
-    for (std::int64_t v = 0; v < n; ++v) logits[v] = std::exp(logits[v] - top) * scale;
+#pragma omp simd
+    for (std::int64_t v = 0; v < n; ++v) logits[v] = cpu::exp(logits[v] - top) * scale;
     if (const auto v = label(r) - v0; v >= 0 && v < n) logits[v] -= R(a_.gradient_scale);
   }
 

@@ -1,15 +1,16 @@
 // elementwise.cpp -- the loops that only stream: their cost is the memory they touch.
 #include "ops/elementwise.h"
 
-#include <cmath>
 #include <cstring>
 
+#include "ops/cpu/exp.h"
 #include "ops/cpu/reals.h"
 
 namespace moetrain::ops {
 namespace {
 
 using cpu::kWorthThreads;
+using cpu::sigmoid;
 
 template <class A, class B>
 using wider_t = std::conditional_t<std::is_same_v<A, double> || std::is_same_v<B, double>, double, float>;
@@ -25,11 +26,6 @@ template <class X, class Y>
 void copy_to(const X* x, Y* y, std::int64_t n) {
 #pragma omp parallel for simd if (parallel : n > kWorthThreads)
   for (std::int64_t i = 0; i < n; ++i) y[i] = Y(x[i]);
-}
-
-template <class R>
-R sigmoid(R x) {
-  return R(1) / (R(1) + std::exp(-x));
 }
 
 }  // namespace
@@ -87,7 +83,7 @@ void cpu::sigmoid_gate(Context&, const SigmoidGateForward& a) {
     const std::int64_t n = a.y.count();
     const T *x = a.x.as<T>(), *gate = a.gate.as<T>();
     T* y = a.y.as<T>();
-#pragma omp parallel for if (n > kWorthThreads / 8)
+#pragma omp parallel for simd if (parallel : n > kWorthThreads / 8)
     for (std::int64_t i = 0; i < n; ++i) y[i] = T(R(x[i]) * sigmoid(R(gate[i])));
   });
 }
@@ -99,7 +95,7 @@ void cpu::sigmoid_gate(Context&, const SigmoidGateBackward& a) {
     const std::int64_t n = a.x.count();
     const T *dy = a.dy.as<T>(), *x = a.x.as<T>(), *gate = a.gate.as<T>();
     T *dx = a.dx.as<T>(), *dgate = a.dgate.as<T>();
-#pragma omp parallel for if (n > kWorthThreads / 8)
+#pragma omp parallel for simd if (parallel : n > kWorthThreads / 8)
     for (std::int64_t i = 0; i < n; ++i) {
       const R d = R(dy[i]), v = R(x[i]), s = sigmoid(R(gate[i]));
       dx[i] = T(d * s);

@@ -1,8 +1,7 @@
 // glu.cpp -- both gated units, value and slopes, one element at a time.
 #include "ops/glu.h"
 
-#include <cmath>
-
+#include "ops/cpu/exp.h"
 #include "ops/cpu/reals.h"
 
 namespace moetrain::ops {
@@ -10,10 +9,7 @@ namespace {
 
 constexpr std::int64_t kWorthThreads = cpu::kWorthThreads / 8;  // exponentials: fewer elements are worth a thread
 
-template <class R>
-R sigmoid(R x) {
-  return R(1) / (R(1) + std::exp(-x));
-}
+using cpu::sigmoid;
 
 template <class T>
 void forward(const GluForward& a) {
@@ -23,11 +19,11 @@ void forward(const GluForward& a) {
   T* y = a.y.as<T>();
   const R b1 = R(a.beta), b2 = R(a.linear_beta);
   if (a.kind == GluKind::silu) {
-#pragma omp parallel for if (n > kWorthThreads)
+#pragma omp parallel for simd schedule(static) if (parallel : n > kWorthThreads)
     for (std::int64_t i = 0; i < n; ++i) y[i] = T(R(g[i]) * sigmoid(R(g[i])) * R(u[i]));
   } else {
-#pragma omp parallel for if (n > kWorthThreads)
-    for (std::int64_t i = 0; i < n; ++i) y[i] = T(b1 * std::tanh(R(g[i]) / b1) * sigmoid(R(g[i])) * b2 * std::tanh(R(u[i]) / b2));
+#pragma omp parallel for simd schedule(static) if (parallel : n > kWorthThreads)
+    for (std::int64_t i = 0; i < n; ++i) y[i] = T(b1 * cpu::tanh(R(g[i]) / b1) * sigmoid(R(g[i])) * b2 * cpu::tanh(R(u[i]) / b2));
   }
 }
 
@@ -39,16 +35,16 @@ void backward(const GluBackward& a) {
   T *dg = a.dg.as<T>(), *du = a.du.as<T>();
   const R b1 = R(a.beta), b2 = R(a.linear_beta);
   if (a.kind == GluKind::silu) {
-#pragma omp parallel for if (n > kWorthThreads)
+#pragma omp parallel for simd schedule(static) if (parallel : n > kWorthThreads)
     for (std::int64_t i = 0; i < n; ++i) {
       const R d = R(dy[i]), g = R(gate[i]), u = R(up[i]), s = sigmoid(g);
       dg[i] = T(d * u * s * (R(1) + g * (R(1) - s)));
       du[i] = T(d * g * s);
     }
   } else {
-#pragma omp parallel for if (n > kWorthThreads)
+#pragma omp parallel for simd schedule(static) if (parallel : n > kWorthThreads)
     for (std::int64_t i = 0; i < n; ++i) {
-      const R d = R(dy[i]), g = R(gate[i]), s = sigmoid(g), p = std::tanh(g / b1), q = std::tanh(R(up[i]) / b2);
+      const R d = R(dy[i]), g = R(gate[i]), s = sigmoid(g), p = cpu::tanh(g / b1), q = cpu::tanh(R(up[i]) / b2);
       dg[i] = T(d * b2 * q * ((R(1) - p * p) * s + b1 * p * s * (R(1) - s)));
       du[i] = T(d * b1 * p * s * (R(1) - q * q));
     }

@@ -10,6 +10,7 @@
 #include <optional>
 #include <vector>
 
+#include "ops/cpu/exp.h"
 #include "ops/cpu/gemm.h"
 #include "ops/cpu/real_output.h"
 
@@ -92,20 +93,23 @@ R divergence_row(R* u, std::int64_t stride, const R* weights, std::int64_t J, st
                  R* dweights) {
   score_row(u, stride, weights, J, n, score);
   R top = -std::numeric_limits<R>::infinity(), sum = 0, total = 0, divergence = 0;
+#pragma omp simd reduction(max : top)
   for (std::int64_t s = 0; s < n; ++s) top = std::max(top, score[s]);
-  for (std::int64_t s = 0; s < n; ++s) sum += std::exp(score[s] - top);
-  for (std::int64_t s = 0; s < n; ++s) total += p[s];
+#pragma omp simd reduction(+ : sum, total)
+  for (std::int64_t s = 0; s < n; ++s) {
+    sum += exp(score[s] - top);
+    total += p[s];
+  }
   const R lse = top + std::log(sum), share = R(1) / std::max(total, R(1e-10));
   if (n > 1)
     for (std::int64_t s = 0; s < n; ++s) {
       p[s] *= share;
-      const R log_pi = score[s] - lse;
-      if (p[s] > R(0)) divergence += p[s] * (std::log(p[s]) - log_pi);
-      score[s] = gradient_scale * (std::exp(log_pi) - p[s]);
+      score[s] -= lse;
+      if (p[s] > R(0)) divergence += p[s] * (std::log(p[s]) - score[s]);
     }
-  else
-    std::fill(score, score + n, R(0));
   if (!dweights) return divergence;
+#pragma omp simd
+  for (std::int64_t s = 0; s < n; ++s) score[s] = n > 1 ? gradient_scale * (exp(score[s]) - p[s]) : R(0);
   for (std::int64_t j = 0; j < J; ++j) {
     R *uj = u + j * stride, w = weights[j], dw = 0;
 #pragma omp simd reduction(+ : dw)

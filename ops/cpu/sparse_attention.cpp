@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "ops/cpu/exp.h"
 #include "ops/cpu/gemm.h"
 #include "ops/cpu/real_output.h"
 
@@ -86,7 +87,8 @@ R softmax(R* z, std::int64_t n) {
   R top = z[0];
 #pragma omp simd reduction(max : top)
   for (std::int64_t s = 0; s < n; ++s) top = std::max(top, z[s]);
-  for (std::int64_t s = 0; s < n; ++s) z[s] = std::exp(z[s] - top);
+#pragma omp simd
+  for (std::int64_t s = 0; s < n; ++s) z[s] = exp(z[s] - top);
   R sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (std::int64_t s = 0; s < n; ++s) sum += z[s];
@@ -138,9 +140,11 @@ void backward_row(const Sizes& s, const SparseAttentionBackward& a, std::int64_t
   for (std::int64_t n = 0; n < s.N; ++n) {
     R *p = query.z + n * filled, *dz = query.dz + n * filled, delta = 0;
     for (std::int64_t c = 0; c < s.C; ++c) delta += R(o[n * s.C + c]) * query.dout[n * s.C + c];
-    for (std::int64_t k = 0; k < filled; ++k) p[k] = std::exp(p[k] - lse[n]);
 #pragma omp simd
-    for (std::int64_t k = 0; k < filled; ++k) dz[k] = scale * p[k] * (dz[k] - delta);
+    for (std::int64_t k = 0; k < filled; ++k) {
+      p[k] = exp(p[k] - lse[n]);
+      dz[k] = scale * p[k] * (dz[k] - delta);
+    }
   }
   gemm<R>(true, false, filled, width, s.N, R(1), query.dz, filled, query.q, width, R(0), query.dkeys, width);
   gemm<R>(true, false, filled, s.C, s.N, R(1), query.z, filled, query.dout, s.C, R(1), query.dkeys, width);
