@@ -147,14 +147,16 @@ TEST_CASE("the Kimi-Linear kind with a tied head has the losses of one rank on e
   check_layout(base, one, {.data = 1, .expert = 4, .micro_batch = 1, .recompute = true});
 }
 
-TEST_CASE("f32 gives the losses of one f64 rank within 1e-3 (a selection may flip) and bf16 storage follows them within 2 percent") {
+TEST_CASE("f32 starts on the losses of one f64 rank and, like bf16 storage, follows them within 2 percent") {
   core::Config base = balanced(core::Balance::none);
   base.model.initializer_range = 0.1;
   const Curve one = one_rank(base);
   auto single = base;
   single.run.dtype = DType::f32;
   const Curve f32 = run(config_of(single, {.data = 2, .expert = 2, .micro_batch = 2}), world_of(4));
-  CHECK(difference(f32.losses, one.losses, 1e-3) == "");
+  auto first = [](const std::vector<double>& v, std::ptrdiff_t n) { return std::vector<double>(v.begin(), v.begin() + n); };
+  CHECK(difference(first(f32.losses, 2), first(one.losses, 2), 1e-4) == "");
+  CHECK(difference(f32.losses, one.losses, 2e-2) == "");  // later a token's route or an attended key may differ
   auto half = base;
   half.run.dtype = DType::bf16;
   const Curve bf16 = run(config_of(half, {.data = 2, .expert = 2, .micro_batch = 2}), world_of(4));

@@ -25,7 +25,14 @@ using Offsets = std::vector<std::int64_t>;
 namespace {
 
 DataOptions options(std::vector<std::string> paths, DataFormat format, std::int64_t S, bool packing, bool shuffle) {
-  return {std::move(paths), format, S, packing, shuffle, 42, 1000};
+  return {.paths = std::move(paths),
+          .format = format,
+          .sequence_length = S,
+          .packing = packing,
+          .shuffle = shuffle,
+          .seed = 42,
+          .exclude = {},
+          .vocab_size = 1000};
 }
 
 // A token file of n ascending ids, so that a window tells its place, with documents of 1 .. 7 tokens.
@@ -223,4 +230,17 @@ TEST_CASE("data that cannot be read is refused by name, and the job is blamed wh
   const BatchSource bad(options({folder / "good.h5", folder / "bad.h5"}, DataFormat::tokens, 4, true, false));
   CHECK(bad.read(0, 2).tokens.size() == 8);
   CHECK(error_of([&] { bad.read(3, 1); }) == "3: " + (folder / "bad.h5") + ": token 4 is id 1000, the vocabulary has 1000");
+}
+
+TEST_CASE("excluded names are left out of a folder, not out of a path that is given") {
+  test::TempFolder folder;
+  for (const char* name : {"MPL-2.0", "GPL-3", "GPL-2"}) folder.file(name, std::string(10, 'x'));
+  auto with = [&](std::vector<std::string> exclude, std::string path) {
+    return BatchSource({.paths = {path}, .sequence_length = 4, .exclude = std::move(exclude), .vocab_size = 1000}).tokens();
+  };
+  CHECK(with({}, folder.path()) == 33);
+  CHECK(with({"MPL-2.0"}, folder.path()) == 22);
+  CHECK(with({"GPL*"}, folder.path()) == 11);
+  CHECK(with({"MPL-2.0"}, folder.path() + "/MPL-2.0") == 11);
+  CHECK(contains(error_of([&] { with({"*"}, folder.path()); }), "no file with contents"));
 }

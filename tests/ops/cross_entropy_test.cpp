@@ -184,7 +184,8 @@ TEST_CASE("cross_entropy gives no probability to lanes past the vocabulary, real
     CAPTURE(far);
     for (const std::int64_t vocab : {V, std::int64_t(4096), std::int64_t(50000)}) {
       CAPTURE(vocab);
-      check_same(run(b, input, 2, vocab), want, bound, bound);
+      // dhidden is a sum over V in f32, whose rounding grows as a random walk
+      check_same(run(b, input, 2, vocab), want, bound, bound + std::sqrt(double(V)) * 0x1p-24);
       CHECK(std::abs(loss_only(b, input, 2, vocab) / Bench::get(want.loss, 0) - 1) < 1e-5);
     }
   }
