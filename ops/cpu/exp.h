@@ -50,8 +50,10 @@ inline float exp_as_float(X x) {
 // exp of an exponent known in f64, as an R.
 template <class R>
 inline R exp_as(double x) {
-  if constexpr (std::is_same_v<R, double>) return std::exp(x);
-  else return exp_as_float(x);
+  if constexpr (std::is_same_v<R, double>)
+    return std::exp(x);
+  else
+    return exp_as_float(x);
 }
 
 inline double exp(double x) { return std::exp(x); }
@@ -68,7 +70,8 @@ inline float tanh(float x) {
   const SplitExponent split = split_exponent(2 * x);
   const float expm1 = split.expm1() * split.power() + (split.power() - 1.0F);
   const auto y = std::bit_cast<std::uint32_t>(expm1 / (expm1 + 2.0F)), bits = std::bit_cast<std::uint32_t>(x);
-  const auto one = std::uint32_t(0) - std::uint32_t(std::bit_cast<float>(bits & 0x7fffffffU) > 10.0F);  // all bits set where tanh is 1
+  const auto one =
+      std::uint32_t(0) - std::uint32_t(std::bit_cast<float>(bits & 0x7fffffffU) > 10.0F);  // all bits set where tanh is 1
   return std::bit_cast<float>((y & ~one) | (((bits & 0x80000000U) | 0x3f800000U) & one));
 }
 

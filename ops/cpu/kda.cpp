@@ -51,6 +51,12 @@ void add_scaled(R scale, const R* x, std::int64_t count, R* y) {
 }
 
 template <class R>
+void multiply(const R* x, const R* y, std::int64_t count, R* to) {
+#pragma omp simd
+  for (std::int64_t i = 0; i < count; ++i) to[i] = x[i] * y[i];
+}
+
+template <class R>
 R dot(const R* x, const R* y, std::int64_t count) {
   R sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -247,6 +253,7 @@ struct Chunk {
   R *q_in, *k_in, *k_out;     // (rows, H)
   R* M;                       // (rows, Hv)
   R *row_part, *column_part;  // (2 B or C, H) factored rows and columns
+  R* decay;                   // (rows, H) D against one reference row
   R* pair;                    // (2 B, C)
   Chunk(Stack& scratch, Sizes sizes)
       : s(sizes),
@@ -264,6 +271,7 @@ struct Chunk {
         M(take<R>(scratch, C * s.Hv)),
         row_part(take<R>(scratch, 2 * C * s.H)),
         column_part(take<R>(scratch, C * s.H)),
+        decay(take<R>(scratch, C * s.H)),
         pair(take<R>(scratch, 2 * B * C)) {}
 
   template <class T, class Args>
@@ -294,22 +302,22 @@ struct Chunk {
     std::copy_n(into + (rows - 1) * H, H, last);
   }
 
-  // to[i] = exp(G_i - G_reference) x[i] for rows [first, end); x and to begin at row first, and may be the same.
-  void decay_since(const R* x, std::int64_t first, std::int64_t end, std::int64_t reference, R* to) const {
+  // decay[i] = exp(G_i - G_reference) for rows [first, end).
+  void decay_since(std::int64_t first, std::int64_t end, std::int64_t reference) const {
     const double* Gr = G + reference * s.H;
     for (std::int64_t i = 0; i < end - first; ++i) {
       const double* Gi = G + (first + i) * s.H;
 #pragma omp simd
-      for (std::int64_t d = 0; d < s.H; ++d) to[i * s.H + d] = exp_as<R>(Gi[d] - Gr[d]) * x[i * s.H + d];
+      for (std::int64_t d = 0; d < s.H; ++d) decay[i * s.H + d] = exp_as<R>(Gi[d] - Gr[d]);
     }
   }
-  // to[i] = exp(G_reference - G_i) x[i], likewise.
-  void decay_until(const R* x, std::int64_t first, std::int64_t end, std::int64_t reference, R* to) const {
+  // decay[i] = exp(G_reference - G_i), likewise.
+  void decay_until(std::int64_t first, std::int64_t end, std::int64_t reference) const {
     const double* Gr = G + reference * s.H;
     for (std::int64_t i = 0; i < end - first; ++i) {
       const double* Gi = G + (first + i) * s.H;
 #pragma omp simd
-      for (std::int64_t d = 0; d < s.H; ++d) to[i * s.H + d] = exp_as<R>(Gr[d] - Gi[d]) * x[i * s.H + d];
+      for (std::int64_t d = 0; d < s.H; ++d) decay[i * s.H + d] = exp_as<R>(Gr[d] - Gi[d]);
     }
   }
 
@@ -317,9 +325,11 @@ struct Chunk {
   void factored_scores(std::int64_t r0, std::int64_t r1, std::int64_t c0, std::int64_t c1, std::int64_t reference, R scale, R* L,
                        R* P) const {
     const auto m = r1 - r0, n = c1 - c0;
-    decay_since(k + r0 * s.H, r0, r1, reference, row_part);
-    decay_since(q + r0 * s.H, r0, r1, reference, row_part + m * s.H);
-    decay_until(k + c0 * s.H, c0, c1, reference, column_part);
+    decay_since(r0, r1, reference);
+    multiply(decay, k + r0 * s.H, m * s.H, row_part);
+    multiply(decay, q + r0 * s.H, m * s.H, row_part + m * s.H);
+    decay_until(c0, c1, reference);
+    multiply(decay, k + c0 * s.H, n * s.H, column_part);
     gemm<R>(false, true, 2 * m, n, s.H, 1, row_part, s.H, column_part, s.H, 0, pair, C);
     for (std::int64_t i = r0; i < r1; ++i) {
       for (std::int64_t j = c0; j < std::min(c1, i + 1); ++j) {
@@ -444,7 +454,8 @@ struct ChunkedBackwardWork {
   R *S, *L, *P, *values;  // of every chunk of the document: entering states, scores, pseudo values
   R *dS, *dS_before;      // gradient of the state leaving the chunk, and entering it
   R *do_, *dZ, *dv;
-  R *dP, *dL, *dP_self;  // strictly lower triangles, and the diagonal of dP
+  R *dP, *dL;  // strictly lower triangles, a row of one and then of the other: products with both are one
+  R* dP_self;  // the diagonal of dP
   R *dq_in, *dk_in, *dk_out;
   R *a, *c, *e, *sum;  // (rows, H): parts within the chunk; sums of one sub-block
   R* leaving;          // (H) gradient of G_last by the state that is only carried through
@@ -461,8 +472,8 @@ struct ChunkedBackwardWork {
         do_(take<R>(scratch, rows_of_values)),
         dZ(take<R>(scratch, rows_of_values)),
         dv(take<R>(scratch, rows_of_values)),
-        dP(take<R>(scratch, C * C)),
-        dL(take<R>(scratch, C * C)),
+        dP(take<R>(scratch, 2 * C * C)),
+        dL(dP + C),
         dP_self(take<R>(scratch, C)),
         dq_in(take<R>(scratch, keys)),
         dk_in(take<R>(scratch, keys)),
@@ -476,15 +487,16 @@ struct ChunkedBackwardWork {
   // Gradients of what the state and the pseudo values meet; dS becomes the gradient of the entering state.
   void through_state(const R* entering, const R* Li, const R* Pi, const R* pseudo, R scale) {
     const auto rows = chunk.rows, H = chunk.s.H, Hv = chunk.s.Hv;
-    gemm<R>(false, true, rows, rows, Hv, scale, do_, Hv, pseudo, Hv, 0, dP, C);
+    gemm<R>(false, true, rows, rows, Hv, scale, do_, Hv, pseudo, Hv, 0, dP, 2 * C);
     gemm<R>(true, false, rows, Hv, rows, 1, Pi, C, do_, Hv, 0, dZ, Hv);
     gemm<R>(false, false, rows, Hv, H, 1, chunk.k_out, H, dS, Hv, 1, dZ, Hv);
     chunk.substitute_transposed(Li, dZ);
-    gemm<R>(false, true, rows, rows, Hv, -1, dZ, Hv, pseudo, Hv, 0, dL, C);
+    gemm<R>(false, true, rows, rows, Hv, -1, dZ, Hv, pseudo, Hv, 0, dL, 2 * C);
     for (std::int64_t i = 0; i < rows; ++i) {
-      dP_self[i] = dP[i * C + i];
-      std::fill(dP + i * C + i, dP + i * C + rows, R(0));
-      std::fill(dL + i * C + i, dL + i * C + rows, R(0));
+      R *dP_row = dP + 2 * i * C, *dL_row = dL + 2 * i * C;
+      dP_self[i] = dP_row[i];
+      std::fill(dP_row + i, dP_row + rows, R(0));
+      std::fill(dL_row + i, dL_row + rows, R(0));
 #pragma omp simd
       for (std::int64_t x = 0; x < Hv; ++x) dv[i * Hv + x] = chunk.beta[i] * dZ[i * Hv + x];
     }
@@ -505,33 +517,45 @@ struct ChunkedBackwardWork {
   // a and c of rows [r0, r1) += what columns [c0, c1) give.
   void factored_rows(std::int64_t r0, std::int64_t r1, std::int64_t c0, std::int64_t c1, std::int64_t reference) {
     const auto H = chunk.s.H, m = r1 - r0, n = c1 - c0;
-    chunk.decay_until(chunk.k + c0 * H, c0, c1, reference, chunk.column_part);
-    for (auto [from, to] : {std::pair{dP, a}, std::pair{dL, c}}) {
-      gemm<R>(false, false, m, H, n, 1, from + r0 * C + c0, C, chunk.column_part, H, 0, sum, H);
-      chunk.decay_since(sum, r0, r1, reference, sum);
-      add_scaled(R(1), sum, m * H, to + r0 * H);
+    chunk.decay_until(c0, c1, reference);
+    multiply(chunk.decay, chunk.k + c0 * H, n * H, chunk.column_part);
+    gemm<R>(false, false, 2 * m, H, n, 1, dP + 2 * r0 * C + c0, C, chunk.column_part, H, 0, sum, H);
+    chunk.decay_since(r0, r1, reference);
+    for (std::int64_t i = 0; i < m; ++i) {
+      const R *decay = chunk.decay + i * H, *by_q = sum + 2 * i * H, *by_k = by_q + H;
+      R *ai = a + (r0 + i) * H, *ci = c + (r0 + i) * H;
+#pragma omp simd
+      for (std::int64_t d = 0; d < H; ++d) {
+        ai[d] += decay[d] * by_q[d];
+        ci[d] += decay[d] * by_k[d];
+      }
     }
   }
   // e of columns [c0, c1) += what rows [r0, r1) give.
   void factored_columns(std::int64_t c0, std::int64_t c1, std::int64_t r0, std::int64_t r1, std::int64_t reference) {
     const auto H = chunk.s.H, m = r1 - r0, n = c1 - c0;
-    R *rows_q = chunk.row_part, *rows_k = chunk.row_part + m * H;
-    chunk.decay_since(chunk.q + r0 * H, r0, r1, reference, rows_q);
-    chunk.decay_since(chunk.k + r0 * H, r0, r1, reference, rows_k);
+    chunk.decay_since(r0, r1, reference);
     for (std::int64_t i = 0; i < m; ++i) {
+      const R *decay = chunk.decay + i * H, *q = chunk.q + (r0 + i) * H, *k = chunk.k + (r0 + i) * H;
+      const R beta = chunk.beta[r0 + i];
+      R *row_q = chunk.row_part + 2 * i * H, *row_k = row_q + H;
 #pragma omp simd
-      for (std::int64_t d = 0; d < H; ++d) rows_k[i * H + d] *= chunk.beta[r0 + i];
+      for (std::int64_t d = 0; d < H; ++d) {
+        row_q[d] = decay[d] * q[d];
+        row_k[d] = decay[d] * k[d] * beta;
+      }
     }
-    gemm<R>(true, false, n, H, m, 1, dP + r0 * C + c0, C, rows_q, H, 0, sum, H);
-    gemm<R>(true, false, n, H, m, 1, dL + r0 * C + c0, C, rows_k, H, 1, sum, H);
-    chunk.decay_until(sum, c0, c1, reference, sum);
-    add_scaled(R(1), sum, n * H, e + c0 * H);
+    gemm<R>(true, false, n, H, 2 * m, 1, dP + 2 * r0 * C + c0, C, chunk.row_part, H, 0, sum, H);
+    chunk.decay_until(c0, c1, reference);
+    R* to = e + c0 * H;
+#pragma omp simd
+    for (std::int64_t i = 0; i < n * H; ++i) to[i] += chunk.decay[i] * sum[i];
   }
   void pairwise(std::int64_t r0, std::int64_t r1) {
     const auto H = chunk.s.H;
     for (std::int64_t i = r0; i < r1; ++i) {
       for (std::int64_t j = r0; j < i; ++j) {
-        const R p = dP[i * C + j], l = dL[i * C + j], l_beta = l * chunk.beta[i];
+        const R p = dP[2 * i * C + j], l = dL[2 * i * C + j], l_beta = l * chunk.beta[i];
         const double *Gi = chunk.G + i * H, *Gj = chunk.G + j * H;
         const R *qi = chunk.q + i * H, *ki = chunk.k + i * H, *kj = chunk.k + j * H;
         R *ai = a + i * H, *ci = c + i * H, *ej = e + j * H;
