@@ -199,7 +199,8 @@ void close_hdf5_file(std::int64_t file) noexcept {
   if (H5Fclose(file) < 0) spdlog::warn("HDF5: a file was not closed well: {}", reason());
 }
 
-Hdf5File::Hdf5File(std::string path, File file) : path_(std::move(path)), file_(std::move(file)), disk_(disk_failure_of(file_.get())) {}
+Hdf5File::Hdf5File(std::string path, File file)
+    : path_(std::move(path)), file_(std::move(file)), disk_(disk_failure_of(file_.get())) {}
 
 Hdf5File Hdf5File::create(const std::string& path) {
   tame_library();

@@ -82,7 +82,7 @@ class Hdf5File {
 
   std::string path_;
   File file_;
-  std::shared_ptr<int> disk_;  // io/hdf5_disk.h
+  std::shared_ptr<int> disk_;                   // io/hdf5_disk.h
   mutable std::set<std::string> sources_seen_;  // sources of virtual data sets that were found whole
 };
 
