@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <system_error>
 
 #include "core/plan.h"
 #include "io/files.h"
@@ -33,14 +34,19 @@ JudgedJob judge_job(const JobArguments& job, const std::string& text, int ranks,
   const bool device_judged = std::any_of(faults.begin(), faults.end(), [](const core::Fault& f) { return about(f, "run.device"); });
   if (judged.config.run.device == core::DeviceChoice::cuda && !device_judged)
     faults.push_back({line_of_key(tree, "run", "device"), "run.device", "cuda: this version trains on the CPU; write cpu or auto"});
+  const std::string& dir = judged.config.run.dir;
+  std::error_code unknown;  // what cannot be looked at is left to the run
+  if (std::filesystem::exists(dir, unknown) && !std::filesystem::is_directory(dir, unknown))
+    faults.push_back({line_of_key(tree, "run", "dir"), "run.dir", dir + ": is there, but no folder"});
   try {
     if (faults.empty()) core::count_parameters(judged.config);
   } catch (const Error& wrong) {  // patterns can only be judged against the names of the model
     faults.push_back({line_of_key(tree, "training", "trainable"), "", wrong.what()});
   }
   if (needs == Needs::sizes)
-    std::erase_if(faults,
-                  [](const core::Fault& f) { return about(f, "data.train") || about(f, "data.eval") || about(f, "run.device"); });
+    std::erase_if(faults, [](const core::Fault& f) {
+      return about(f, "data.train") || about(f, "data.eval") || about(f, "run.dir") || about(f, "run.device");
+    });
   std::stable_sort(faults.begin(), faults.end(), [](const core::Fault& a, const core::Fault& b) { return a.line < b.line; });
   for (const core::Fault& f : faults) judged.faults += line_of(job.path, f) + "\n";
   if (!faults.empty()) judged.faults += std::to_string(faults.size()) + (faults.size() == 1 ? " fault" : " faults");

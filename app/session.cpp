@@ -69,6 +69,13 @@ int share_of_cores(parallel::Communicator& world) {
   return std::max(1, CPU_COUNT(&mine.cores) / int(sharing));
 }
 
+// A write past the size that files may have is to fail with its reason; the signal of it would end the process without a word.
+void ignore_size_signal() {
+  struct sigaction action {};
+  action.sa_handler = SIG_IGN;
+  sigaction(SIGXFSZ, &action, nullptr);
+}
+
 }  // namespace
 
 void keep_stop_signals() { on_stop_signals(note_stop_signal); }
@@ -92,6 +99,7 @@ bool started_by_launcher() {
 
 Session::Session(int& argc, char**& argv) : mpi_(argc, argv), control_(parallel::mpi_world()) {
   open_log(rank());
+  ignore_size_signal();
   const int threads = share_of_cores(*control_);
   if (std::getenv("OMP_NUM_THREADS") == nullptr) omp_set_num_threads(threads);
 }

@@ -8,7 +8,10 @@
 #include <charconv>
 #include <cstdio>
 #include <filesystem>
+#include <map>
+#include <set>
 #include <sstream>
+#include <string_view>
 
 #include "core/together.h"
 #include "io/files.h"
@@ -57,8 +60,10 @@ void verify(const std::string& folder, const FileSum& f) {
   const std::string path = folder + "/" + f.file;
   if (!fs::exists(path)) throw Error(path + ": missing; the checkpoint is not complete");
   const auto size = std::int64_t(fs::file_size(path));
-  if (size != f.sum.bytes) throw Error(path + ": has " + std::to_string(size) + " bytes, was written with " + std::to_string(f.sum.bytes));
-  if (io::checksum_of_file(path).crc32 != f.sum.crc32) throw Error(path + ": checksum differs from the one it was written with: the file is corrupt");
+  if (size != f.sum.bytes)
+    throw Error(path + ": has " + std::to_string(size) + " bytes, was written with " + std::to_string(f.sum.bytes));
+  if (io::checksum_of_file(path).crc32 != f.sum.crc32)
+    throw Error(path + ": checksum differs from the one it was written with: the file is corrupt");
 }
 
 // The tensors of a parameter that a checkpoint holds, as (data set, rows held here).
@@ -119,9 +124,9 @@ void write_shard(Trainer& t, const std::string& path) {
 std::string layout_text(const Config& c) {
   const auto& p = c.parallel;
   constexpr const char* kSharding[] = {"none", "optimizer", "gradients", "full"};
-  return "data_parallel " + std::to_string(p.data_parallel) + ", expert_parallel " + std::to_string(p.expert_parallel) + ", sequence_parallel " +
-         std::to_string(p.sequence_parallel) + ", tensor_parallel " + std::to_string(p.tensor_parallel) + ", sharding " +
-         kSharding[std::size_t(p.sharding)];
+  return "data_parallel " + std::to_string(p.data_parallel) + ", expert_parallel " + std::to_string(p.expert_parallel) +
+         ", sequence_parallel " + std::to_string(p.sequence_parallel) + ", tensor_parallel " + std::to_string(p.tensor_parallel) +
+         ", sharding " + kSharding[std::size_t(p.sharding)];
 }
 
 void write_view(Trainer& t, const std::string& folder, const Ownership& owned, const std::string& checksums) {
@@ -151,26 +156,55 @@ void write_view(Trainer& t, const std::string& folder, const Ownership& owned, c
   io::write_text_atomically(folder + "/" + kViewChecksum, checksum_line(kView, io::checksum_of_file(path)));
 }
 
+// The step of a folder named step_00000100; nothing for any other name, a user's copy among them.
+std::optional<std::int64_t> step_of(const std::string& name) {
+  constexpr std::string_view kStep = "step_";
+  std::int64_t step = -1;
+  if (!name.starts_with(kStep)) return {};
+  const char *first = name.data() + kStep.size(), *last = name.data() + name.size();
+  if (const auto [end, failed] = std::from_chars(first, last, step); failed != std::errc() || end != last) return {};
+  return name == step_name(step) ? std::optional(step) : std::nullopt;
+}
+
+// What a save that was cut short has left. Contents go first: an open file keeps its blocks past the loss of its name, and
+// exit.json has to find room on a full disk.
+void remove_partial(const std::string& path) {
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(path, ignored)) fs::resize_file(entry.path(), 0, ignored);
+  fs::remove_all(path, ignored);
+}
+void remove_all_partial(const std::string& folder) {
+  std::vector<std::string> found;
+  for (const auto& entry : fs::directory_iterator(folder))
+    if (const auto name = entry.path().filename().string(); name.starts_with("step_") && name.ends_with(kPartial))
+      found.push_back(entry.path());
+  for (const auto& path : found) remove_partial(path);
+}
+
 // Keeps the newest `keep`, the one just written among them. Those of later steps belong to a run that was abandoned: they go first.
-void remove_older(const std::string& folder, const std::string& written, std::int64_t keep) {
-  std::vector<std::string> steps;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    const std::string name = entry.path().filename().string();
-    if (name.starts_with("step_") && !name.ends_with(kPartial) && name != written) steps.push_back(name);
-  }
-  std::sort(steps.begin(), steps.end(), [&](const std::string& a, const std::string& b) { return std::pair(a < written, a) < std::pair(b < written, b); });
+void remove_older(const std::string& folder, std::int64_t written, std::int64_t keep) {
+  if (keep == 0) return;
+  std::vector<std::int64_t> steps;
+  for (const auto& entry : fs::directory_iterator(folder))
+    if (const auto step = step_of(entry.path().filename().string()); step && *step != written) steps.push_back(*step);
+  std::sort(steps.begin(), steps.end(),
+            [&](std::int64_t a, std::int64_t b) { return std::pair(a < written, a) < std::pair(b < written, b); });
   std::error_code failed;
-  for (std::size_t i = 0; keep > 0 && i + std::size_t(keep) <= steps.size(); ++i) {
-    fs::remove_all(folder + "/" + steps[i], failed);
-    if (failed) spdlog::warn("{}/{}: not removed: {}", folder, steps[i], failed.message());
+  for (std::size_t i = 0; i + std::size_t(keep) <= steps.size(); ++i) {
+    const std::string path = folder + "/" + step_name(steps[i]);
+    fs::remove_all(path, failed);
+    if (failed) spdlog::warn("{}: not removed: {}", path, failed.message());
   }
 }
 
 // `from` takes the place of `to` at one instant, also where `to` exists (a checkpoint of an abandoned run over the same steps).
 void put_in_place(const std::string& from, const std::string& to) {
   if (!fs::exists(to)) return fs::rename(from, to);
-  if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) != 0) fs::remove_all(to), fs::rename(from, to);
-  else fs::remove_all(from);
+  if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) return remove_partial(from);
+  const std::string old = to + ".old" + kPartial;  // a file system that cannot exchange names: the old one is whole until the end
+  fs::rename(to, old);
+  fs::rename(from, to);
+  remove_partial(old);
 }
 
 }  // namespace
@@ -183,8 +217,9 @@ void save_checkpoint(Trainer& t, const std::string& folder, std::int64_t keep) {
   try {
     together(control, [&] {
       if (rank != 0) return;
-      fs::remove_all(partial);
-      fs::create_directories(partial);
+      fs::create_directories(folder);
+      remove_all_partial(folder);
+      fs::create_directory(partial);
     });
     io::Checksum mine;
     together(control, [&] {
@@ -204,12 +239,12 @@ void save_checkpoint(Trainer& t, const std::string& folder, std::int64_t keep) {
       put_in_place(partial, final);
       io::sync_folder(folder);
       io::write_text_atomically(folder + "/latest", name + "\n");
-      remove_older(folder, name, keep);
+      remove_older(folder, t.progress().step, keep);
     });
   } catch (const AgreedError& e) {
-    std::error_code ignored;
-    if (rank == 0) fs::remove_all(partial, ignored);
-    throw AgreedError(e.rank(), std::string("checkpoint ") + name + " was not saved, the one before is as it was: " + e.what(), e.code());
+    if (rank == 0) remove_partial(partial);
+    throw AgreedError(e.rank(), std::string("checkpoint ") + name + " was not saved, the one before is as it was: " + e.what(),
+                      e.code());
   }
 }
 
@@ -229,42 +264,61 @@ namespace {
 std::vector<FileSum> verified_view(const std::string& path) {
   if (!fs::is_directory(path)) throw Error(path + ": not a checkpoint folder");
   const std::string sums = path + "/" + kViewChecksum;
-  if (!fs::exists(sums) || !fs::exists(path + "/" + kView)) throw Error(path + ": not a checkpoint: " + kView + " or " + kViewChecksum + " is missing");
+  if (!fs::exists(sums) || !fs::exists(path + "/" + kView))
+    throw Error(path + ": not a checkpoint: " + kView + " or " + kViewChecksum + " is missing");
   for (const FileSum& f : parse_checksums(io::read_text(sums), sums)) verify(path, f);
   const auto view = io::Hdf5File::open(path + "/" + kView);
-  if (view.integer_attribute("format_version").value_or(-1) != kCheckpointFormat)
-    throw Error(path + ": format version " + std::to_string(view.integer_attribute("format_version").value_or(-1)) + ", this program reads " +
-                std::to_string(kCheckpointFormat));
+  const auto format = view.integer_attribute("format_version");
+  if (!format) throw Error(path + "/" + kView + ": not the view of a checkpoint: it has no format_version");
+  if (*format != kCheckpointFormat)
+    throw Error(path + ": format version " + std::to_string(*format) + ", this program reads " + std::to_string(kCheckpointFormat));
   return parse_checksums(view.read_text("shards"), path + "/" + kView + ":/shards");
 }
 
-// model, data and optimizer as one line a key, so that the first difference can be named.
-void flatten(const io::YamlNode& node, const std::string& key, std::vector<std::pair<std::string, std::string>>& out) {
-  if (node.kind == io::YamlNode::map)
-    for (const auto& [name, value] : node.entries) flatten(value, key.empty() ? name : key + "." + name, out);
-  else if (node.kind == io::YamlNode::list) {
+// A part of a job as one line a key, so that the first difference can be named.
+using Keys = std::map<std::string, std::string>;
+void flatten(const io::YamlNode& node, const std::string& key, Keys& out) {
+  if (node.kind == io::YamlNode::map) {
+    for (const auto& [name, value] : node.entries) flatten(value, key + "." + name, out);
+  } else if (node.kind == io::YamlNode::list) {
     std::string text;
     for (const auto& item : node.items) text += (text.empty() ? "" : ", ") + item.text;
-    out.emplace_back(key, text);
-  } else
-    out.emplace_back(key, node.text);
+    out[key] = "[" + text + "]";
+  } else {
+    out[key] = node.text;
+  }
 }
 
-void check_same_run(const io::YamlNode& mine, const io::YamlNode& theirs, const std::string& path) {
-  for (const char* section : {"model", "data", "optimizer"}) {
-    std::vector<std::pair<std::string, std::string>> a, b;
-    if (const auto* node = mine.find(section)) flatten(*node, section, a);
-    if (const auto* node = theirs.find(section)) flatten(*node, section, b);
-    for (std::size_t i = 0; i < std::max(a.size(), b.size()); ++i) {
-      const auto& x = i < a.size() ? a[i] : std::pair<std::string, std::string>{b[i].first, "absent"};
-      const auto& y = i < b.size() ? b[i] : std::pair<std::string, std::string>{a[i].first, "absent"};
-      const bool evaluation = x.first == "data.eval" || x.first == "model.init_from";  // may change between runs of one curve
-      if (x != y && !evaluation)
-        throw Error(path + ": belongs to another job: " + y.first + " is '" + y.second + "' there and " + x.first + " is '" + x.second +
-                        "' here; use another run.dir, or --resume " + path + " to start from it",
-                    ExitCode::bad_job);
-    }
+// Whole sections, and the keys of others that decide which data comes next, how it is stored and what has optimizer state.
+constexpr const char* kSameRun[] = {"model", "data", "optimizer", "run.seed", "run.dtype", "training.trainable"};
+constexpr const char* kFreeToChange[] = {"data.eval", "model.init_from", "model.preset"};
+
+Keys identity_of(const io::YamlNode& job) {
+  Keys keys;
+  for (const std::string path : kSameRun) {
+    const auto dot = path.find('.');
+    const io::YamlNode* node = job.find(path.substr(0, dot));
+    if (node != nullptr && dot != path.npos) node = node->find(path.substr(dot + 1));
+    if (node != nullptr) flatten(*node, path, keys);
   }
+  for (const char* key : kFreeToChange) keys.erase(key);
+  return keys;
+}
+
+void check_same_run(const io::YamlNode& here, const io::YamlNode& there, const std::string& path) {
+  const Keys mine = identity_of(here), theirs = identity_of(there);
+  std::set<std::string> names;
+  for (const Keys* keys : {&mine, &theirs})
+    for (const auto& [name, value] : *keys) names.insert(name);
+  const auto value_of = [](const Keys& keys, const std::string& name) {
+    const auto found = keys.find(name);
+    return found == keys.end() || found->second.empty() ? std::string("absent") : "'" + found->second + "'";
+  };
+  for (const std::string& name : names)
+    if (const std::string a = value_of(mine, name), b = value_of(theirs, name); a != b)
+      throw Error(path + ": belongs to another job: " + name + " is " + b + " there and " + a +
+                      " here; use another run.dir, or --resume " + path + " to start from it",
+                  ExitCode::bad_job);
 }
 
 void check_fits(Trainer& t, const io::Hdf5File& view, const std::string& path) {
@@ -273,8 +327,8 @@ void check_fits(Trainer& t, const io::Hdf5File& view, const std::string& path) {
       if (!view.has(p.dataset)) throw Error(path + ": holds no tensor " + p.dataset);
       const auto info = view.info(p.dataset);
       if (info.shape != t.table()[i].shape || info.dtype != p.rows.dtype)
-        throw Error(path + ": " + p.dataset + " is " + info.type + " " + info.shape.text() + " there, this job needs " + name_of(p.rows.dtype) + " " +
-                    t.table()[i].shape.text());
+        throw Error(path + ": " + p.dataset + " is " + info.type + " " + info.shape.text() + " there, this job needs " +
+                    name_of(p.rows.dtype) + " " + t.table()[i].shape.text());
     }
   for (const std::string& name : view.names())
     if (t.table().find(name) < 0 && name != "job" && name != "layout" && name != "shards")
@@ -294,17 +348,21 @@ void read_rows(Trainer& t, const io::Hdf5File& view, const std::string& dataset,
 void load_checkpoint(Trainer& t, const std::string& path, bool same_run) {
   auto& control = *t.mesh().world().control;
   std::vector<FileSum> shards;
-  together(control, [&] { shards = verified_view(path); });
+  together(control, [&] {
+    shards = verified_view(path);
+    const auto view = io::Hdf5File::open(path + "/" + kView);
+    if (same_run) check_same_run(config_to_yaml(t.config()), io::parse_yaml(view.read_text("job"), path + ":/job"), path);
+    check_fits(t, view, path);
+  });
   together(control, [&] {  // each rank its share of the files, since a checkpoint of many terabytes is read once
     for (std::size_t f = std::size_t(control.rank()); f < shards.size(); f += std::size_t(control.size())) verify(path, shards[f]);
   });
   together(control, [&] {
     const auto view = io::Hdf5File::open(path + "/" + kView);
-    if (same_run) check_same_run(config_to_yaml(t.config()), io::parse_yaml(view.read_text("job"), path + ":/job"), path);
-    check_fits(t, view, path);
     for (int i = 0; i < t.table().size(); ++i) {
       const auto rows = t.params().update_rows(i);
-      for (const Piece& p : pieces_of(t, i, rows)) read_rows(t, view, p.dataset, t.layout().first_row[std::size_t(i)] + rows.begin, p.rows);
+      for (const Piece& p : pieces_of(t, i, rows))
+        read_rows(t, view, p.dataset, t.layout().first_row[std::size_t(i)] + rows.begin, p.rows);
     }
     auto number = [&](const char* name) {
       const auto v = view.integer_attribute(name);

@@ -1,6 +1,7 @@
 // checkpoint.h -- what a checkpoint holds, which rank writes which rows, and loading under any layout.
 //
-//   <folder>/step_00000100/checkpoint.h5      the one view: every parameter whole under its public name, /master, /optimizer/exp_avg
+//   <folder>/step_00000100/checkpoint.h5      the one view: every parameter whole under its public name, /master,
+//   /optimizer/exp_avg
 //                                             and /optimizer/exp_avg_sq likewise (virtual data sets over the shards), step, tokens,
 //                                             job, layout, checksums
 //   <folder>/step_00000100/checkpoint.crc32   bytes and checksum of checkpoint.h5 itself
@@ -32,7 +33,7 @@ std::string latest_checkpoint(const std::string& folder);
 struct CheckpointSummary {
   std::int64_t format = 0, step = 0, tokens = 0, sequences = 0, updates = 0, seed = 0;
   std::string job, layout;
-  std::vector<std::string> shards;   // file names
+  std::vector<std::string> shards;  // file names
   std::int64_t bytes = 0;
 };
 CheckpointSummary read_checkpoint_summary(const std::string& path);

@@ -1,5 +1,6 @@
 // together.h -- work that may fail on one rank alone, made to fail on all: no rank is left waiting in a collective.
 #pragma once
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -30,6 +31,8 @@ void together(parallel::Communicator& control, Body&& body) {
     throw;  // from a collective inside: every rank is on this way already
   } catch (const Error& e) {
     mine = e;
+  } catch (const std::bad_alloc&) {
+    mine = Error("out of host memory");
   } catch (const std::exception& e) {
     mine = Error(e.what());
   }

@@ -53,6 +53,10 @@ class LogFile {
     auto& sinks = spdlog::default_logger()->sinks();
     std::erase(sinks, std::static_pointer_cast<spdlog::sinks::sink>(sink_));
   }
+  void only_here(const std::string& line) {  // what the terminal is told by someone else
+    spdlog::details::log_msg message(spdlog::source_loc{}, "", spdlog::level::err, line);
+    sink_->log(message);
+  }
   LogFile(const LogFile&) = delete;
   LogFile& operator=(const LogFile&) = delete;
 
@@ -66,12 +70,26 @@ class Run {
       : config_(config),
         options_(options),
         checkpoints_(config.run.dir + "/checkpoints"),
+        flops_per_token_(step_flops(config, 1).total()),
         trainer_(config, std::move(world), device),
         control_(*trainer_.mesh().world().control) {}
 
   ExitCode run() {
+    try {
+      return all_of_it();
+    } catch (const std::exception& e) {
+      if (log_file_) log_file_->only_here(e.what());
+      throw;
+    }
+  }
+
+ private:
+  bool main_rank() const { return control_.rank() == 0; }
+
+  ExitCode all_of_it() {
     together(control_, [&] { open_data(); });
     start();
+    reached();
     together(control_, [&] { open_run_folder(); });
     ExitCode code = ExitCode::done;
     std::string cause = "all steps done";
@@ -97,20 +115,28 @@ class Run {
     return code;
   }
 
- private:
-  bool main_rank() const { return control_.rank() == 0; }
+  void reached() const {
+    if (options_.reached) options_.reached(trainer_.progress().step);
+  }
 
   void open_data() {
     train_ = std::make_unique<io::BatchSource>(data_options(config_, config_.data.train));
-    if (!config_.data.eval.empty()) eval_ = std::make_unique<io::BatchSource>(data_options(config_, config_.data.eval));
+    if (config_.data.eval.empty()) return;
+    eval_ = std::make_unique<io::BatchSource>(data_options(config_, config_.data.eval));
+    // Every evaluation reads the same sequences: what is wrong with them is found before the first step, and on all ranks together.
+    const std::int64_t count = config_.training.micro_batch_size, coordinates = trainer_.mesh().data_coordinates();
+    for (std::int64_t m = 0; m < config_.training.eval_batches; ++m)
+      eval_->read((m * coordinates + trainer_.mesh().data_coordinate()) * count, count);
   }
 
   // Weights: fresh, or those of a checkpoint.
   void start() {
     std::string from;
     together(control_, [&] {
-      if (options_.resume == "auto") from = latest_checkpoint(checkpoints_);
-      else if (options_.resume != "never") from = options_.resume;
+      if (options_.resume == "auto")
+        from = latest_checkpoint(checkpoints_);
+      else if (options_.resume != "never")
+        from = options_.resume;
     });
     if (from.empty()) {
       trainer_.initialize();
@@ -130,9 +156,11 @@ class Run {
     log_.emplace(config_.run.dir, metric_columns(), trainer_.model().moe_layers(), config_.model.num_experts);
     log_->resume_after(trainer_.progress().step);
     const auto counts = count_parameters(config_);
-    spdlog::info("{}: {} parameters, {} active a token; {} ranks: data {} x expert {}; {} sequences of {} tokens a step; {} windows of training data",
-                 config_.run.name, counts.total, counts.active_per_token, control_.size(), config_.parallel.data_parallel,
-                 config_.parallel.expert_parallel, config_.sequences_per_step(), config_.data.sequence_length, train_->windows());
+    spdlog::info(
+        "{}: {} parameters, {} active a token; {} ranks: data {} x expert {}; {} sequences of {} tokens a step; {} windows of "
+        "training data",
+        config_.run.name, counts.total, counts.active_per_token, control_.size(), config_.parallel.data_parallel,
+        config_.parallel.expert_parallel, config_.sequences_per_step(), config_.data.sequence_length, train_->windows());
   }
 
   void one_step() {
@@ -143,6 +171,7 @@ class Run {
     std::vector<io::Batch> batches;
     together(control_, [&] { batches = trainer_.next_batches(*train_); });
     const StepResult result = trainer_.step(batches);
+    reached();
     StepMeasures m;
     m.seconds = seconds_since(start);
     m.exposed_comm_seconds = trainer_.mesh().traffic().exposed_seconds - waited;
@@ -166,7 +195,7 @@ class Run {
     m.device_peak_bytes = std::int64_t(worst[0]);
     m.host_peak_bytes = std::int64_t(worst[1]);
     m.exposed_comm_seconds = worst[2];
-    m.model_flops = step_flops(config_, result.tokens).total();
+    m.model_flops = flops_per_token_ * double(result.tokens);
     m.ranks = control_.size();
     m.tokens_seen = trainer_.progress().tokens;
   }
@@ -174,17 +203,19 @@ class Run {
   void report(const StepResult& r, const StepMeasures& m) {
     if (!main_rank()) return;
     const std::int64_t layers = trainer_.model().moe_layers(), E = config_.model.num_experts;
-    log_->append(metric_row(config_, r, m), layers > 0 ? ConstTensor(r.expert_tokens.data(), DType::i64, {layers, E}) : ConstTensor{});
+    log_->append(metric_row(config_, r, m),
+                 layers > 0 ? ConstTensor(r.expert_tokens.data(), DType::i64, {layers, E}) : ConstTensor{});
     const double left = run_seconds_ / double(run_steps_) * double(config_.training.steps - r.step);
     spdlog::info("{}", step_line(config_, r, m, left));
     if (r.skipped == Skipped::no_labels) spdlog::warn("step {}: no label in the whole batch; update skipped", r.step);
     if (r.skipped == Skipped::nonfinite)
-      spdlog::warn("step {}: loss {} or gradient norm {} is not finite; update skipped ({} in a row)", r.step, r.loss, r.grad_norm, nonfinite_in_a_row_);
+      spdlog::warn("step {}: loss {} or gradient norm {} is not finite; update skipped ({} in a row)", r.step, r.loss, r.grad_norm,
+                   nonfinite_in_a_row_);
     if (layers == 0 || config_.monitor.expert_load_alert <= 0) return;
     const auto load = expert_load(r.expert_tokens, layers, E);
     if (load && load->max > config_.monitor.expert_load_alert)
-      spdlog::warn("step {}: expert {} of MoE layer {} got {:.1f} times the mean load (alert at {})", r.step, load->expert, load->layer, load->max,
-                   config_.monitor.expert_load_alert);
+      spdlog::warn("step {}: expert {} of MoE layer {} got {:.1f} times the mean load (alert at {})", r.step, load->expert,
+                   load->layer, load->max, config_.monitor.expert_load_alert);
   }
 
   void report_times() const {
@@ -197,7 +228,8 @@ class Run {
     }
     std::sort(rows.rbegin(), rows.rend());
     const double steps = double(config_.monitor.profile_steps);
-    spdlog::info("time by op on this rank, a step, over {} steps of {:.1f} ms:", config_.monitor.profile_steps, run_seconds_ / double(run_steps_) * 1e3);
+    spdlog::info("time by op on this rank, a step, over {} steps of {:.1f} ms:", config_.monitor.profile_steps,
+                 run_seconds_ / double(run_steps_) * 1e3);
     for (const auto& [seconds, name] : rows)
       spdlog::info("  {:28} {:9.3f} ms  {:5.1f} %  {:6.0f} calls", name, seconds / steps * 1e3, 100 * seconds / run_seconds_,
                    double(times_.by_op.at(name).calls) / steps);
@@ -233,6 +265,7 @@ class Run {
   const Config& config_;
   const TrainOptions& options_;
   std::string checkpoints_;
+  double flops_per_token_;
   Trainer trainer_;
   parallel::Communicator& control_;
   std::unique_ptr<io::BatchSource> train_, eval_;

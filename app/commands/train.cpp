@@ -2,6 +2,8 @@
 #include <spdlog/spdlog.h>
 
 #include <filesystem>
+#include <new>
+#include <optional>
 
 #include "app/commands.h"
 #include "app/job.h"
@@ -27,11 +29,18 @@ std::string shared_text(Session& session, const JobArguments& job) {
   return text;
 }
 
-void read_agreed(Session& session, const TrainArguments& arguments, core::Config& config) {
+// How the run ended, told by the rank that it ended on.
+struct Ending {
+  std::string dir;                   // run.dir; empty until the job says which
+  std::optional<std::int64_t> step;  // that the run stood at
+};
+
+void read_agreed(Session& session, const TrainArguments& arguments, core::Config& config, Ending& ending) {
   const std::string text = shared_text(session, arguments.job);
   core::together(session.control(), [&] {
     JudgedJob judged = judge_job(arguments.job, text, session.size(), Needs::everything);
     config = std::move(judged.config);
+    ending.dir = config.run.dir;
     if (!judged.faults.empty()) throw Error(judged.faults, ExitCode::bad_job);
     const std::string& from = arguments.resume;
     if (from != "auto" && from != "never" && !std::filesystem::exists(from))
@@ -40,29 +49,32 @@ void read_agreed(Session& session, const TrainArguments& arguments, core::Config
 }
 
 // A job that never ran leaves no folder behind, but whoever watches an old one learns why nothing happens.
-void write_exit(const std::string& dir, ExitCode code, const std::string& cause, int rank) {
+void write_exit(const Ending& ending, ExitCode code, const std::string& cause, int rank) {
+  std::error_code failed;
+  if (ending.dir.empty()) return;
+  if (code != ExitCode::bad_job) std::filesystem::create_directories(ending.dir, failed);
+  if (!std::filesystem::is_directory(ending.dir, failed)) return;
   try {
-    if (dir.empty() || (code == ExitCode::bad_job && !std::filesystem::is_directory(dir))) return;
-    std::filesystem::create_directories(dir);
-    io::write_exit(dir, code, cause, rank, std::nullopt);
+    io::write_exit(ending.dir, code, cause, rank, ending.step);
   } catch (const std::exception& e) {
-    spdlog::warn("{}/exit.json was not written: {}", dir, e.what());
+    spdlog::warn("{}/exit.json was not written: {}", ending.dir, e.what());
   }
 }
 
-ExitCode leave_together(Session& session, const core::AgreedError& e, const std::string& dir) {
+ExitCode leave_together(Session& session, const core::AgreedError& e, const Ending& ending) {
   if (session.rank() == 0) {
     const bool of_the_job = e.code() == ExitCode::bad_job && e.rank() == 0;
     spdlog::error("{}{}", of_the_job ? "" : "rank " + std::to_string(e.rank()) + ": ", e.what());
-    write_exit(dir, e.code(), e.what(), e.rank());
+    write_exit(ending, e.code(), e.what(), e.rank());
   }
   session.control().barrier();
   return e.code();
 }
 
-[[noreturn]] void leave_alone(Session& session, const std::string& cause, ExitCode code, const std::string& dir) {
+// The others may wait for this rank in a collective, so it ends them all.
+[[noreturn]] void leave_alone(Session& session, const std::string& cause, ExitCode code, const Ending& ending) {
   spdlog::error("rank {}: {}", session.rank(), cause);
-  write_exit(dir, code, cause, session.rank());
+  write_exit(ending, code, cause, session.rank());
   session.abort(int(code));
 }
 
@@ -71,24 +83,25 @@ ExitCode leave_together(Session& session, const core::AgreedError& e, const std:
 ExitCode train(const TrainArguments& arguments, int& argc, char**& argv) {
   Session session(argc, argv);
   core::Config config;
-  const std::string& dir = config.run.dir;
-  config.run.dir.clear();  // until the job says which
+  Ending ending;
   try {
-    read_agreed(session, arguments, config);
+    read_agreed(session, arguments, config, ending);
     if (session.rank() == 0 && config.run.device == core::DeviceChoice::automatic) spdlog::info("run.device auto: cpu");
-    const core::TrainOptions options{
-        .resume = arguments.resume, .stop_after = arguments.stop_after, .stop_requested = stop_signal_kept};
+    const core::TrainOptions options{.resume = arguments.resume,
+                                     .stop_after = arguments.stop_after,
+                                     .stop_requested = stop_signal_kept,
+                                     .reached = [&](std::int64_t step) { ending.step = step; }};
     const ExitCode code = core::train(config, parallel::mpi_world(), Device::cpu, options);
     session.control().barrier();
     return code;
   } catch (const core::AgreedError& e) {
-    return leave_together(session, e, dir);
+    return leave_together(session, e, ending);
   } catch (const Error& e) {
-    leave_alone(session, e.what(), e.code(), dir);
+    leave_alone(session, e.what(), e.code(), ending);
   } catch (const std::bad_alloc&) {
-    leave_alone(session, "out of host memory", ExitCode::run_failed, dir);
+    leave_alone(session, "out of host memory", ExitCode::run_failed, ending);
   } catch (const std::exception& e) {
-    leave_alone(session, e.what(), ExitCode::run_failed, dir);
+    leave_alone(session, e.what(), ExitCode::run_failed, ending);
   }
 }
 
