@@ -33,7 +33,7 @@ AttentionKda::AttentionKda(const ModelConfig& m, ParamTable& table, int layer, c
   q_ = stream("q");
   k_ = stream("k");
   v_ = stream("v");
-  a_log_ = pinned("A_log", {N_}, lower_bound_ ? Init::zero : Init::a_log_log);
+  a_log_ = pinned("A_log", {N_}, lower_bound_ ? Init::zero : Init::log_decay);
   dt_bias_ = pinned("dt_bias", {P_}, Init::dt_bias);
   f_a_ = matrix("f_a_proj", H_, D);
   f_b_ = matrix("f_b_proj", P_, H_);

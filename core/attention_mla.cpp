@@ -59,7 +59,7 @@ AttentionMla::AttentionMla(const ModelConfig& m, ParamTable& table, int layer, c
 bool AttentionMla::sparse(const Config& config) const { return dsa_ && config.loss.indexer_stage == IndexerStage::sparse; }
 
 std::int64_t AttentionMla::selected(const Config& config, std::int64_t longest) const {
-  return sparse(config) ? std::min(dsa_->index_topk, longest) : 0;
+  return sparse(config) ? std::max<std::int64_t>(1, std::min(dsa_->index_topk, longest)) : 0;
 }
 
 // The indexer sees x and cq as constants. Its key norm's input is kept for the loss gradient.

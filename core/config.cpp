@@ -574,30 +574,6 @@ std::vector<KeyDoc> documented_keys() {
   return docs;
 }
 
-std::optional<std::int64_t> parse_bytes(std::string_view text) {
-  constexpr std::pair<std::string_view, double> kUnits[] = {{"", 1},
-                                                            {"B", 1},
-                                                            {"kB", 1e3},
-                                                            {"KB", 1e3},
-                                                            {"MB", 1e6},
-                                                            {"GB", 1e9},
-                                                            {"TB", 1e12},
-                                                            {"PB", 1e15},
-                                                            {"KiB", 1024},
-                                                            {"MiB", 1024 * 1024},
-                                                            {"GiB", 1073741824},
-                                                            {"TiB", 1099511627776},
-                                                            {"PiB", 1125899906842624}};
-  double number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number, std::chars_format::fixed);
-  if (error != std::errc() || !(number >= 0)) return std::nullopt;
-  std::string_view unit(end, std::size_t(text.data() + text.size() - end));
-  if (unit.starts_with(' ')) unit.remove_prefix(1);
-  for (const auto& [name, bytes] : kUnits)
-    if (unit == name && number * bytes < 9.2e18) return std::int64_t(std::llround(number * bytes));
-  return std::nullopt;
-}
-
 bool ModelConfig::full_attention(std::int64_t layer) const {
   const auto& full = linear_attn.full_attn_layers;
   return std::find(full.begin(), full.end(), layer + 1) != full.end();

@@ -1,4 +1,4 @@
-// config.h -- job.yaml as structs, one a section, every default in place; and faults(), every broken rule in one list.
+// config.h -- job.yaml as structs, one a section, every default in place; reading it, and every broken rule in one list.
 #pragma once
 #include <cstdint>
 #include <optional>
@@ -190,6 +190,5 @@ struct KeyDoc {
 };
 std::vector<KeyDoc> documented_keys();
 
-std::optional<std::int64_t> parse_bytes(std::string_view text);  // 4096, 8GiB, 141GB, 1.5TB; nothing when it is no size
 
 }  // namespace moetrain::core

@@ -18,12 +18,21 @@
 namespace moetrain::core {
 
 // A visitor V has these members; `keys` is called with a visitor of the inner section and the field.
-//   key(name, field, meaning, rule)                        a value: number, text, true or false, list; optional ones may be absent
-//   choice(name, field, choices, meaning, undone)          one of some names; `undone`: names of the job format this version
-//   refuses pair(name, first, second, meaning, rule)               a list of two numbers section(name, field, keys) keys below a
-//   key; an optional one may be absent preset(name, field, meaning)                           stands for other keys accepted(name,
-//   type, valid, meaning)                   looked at, but decides nothing undone(name, what)                                     a
-//   key of the job format that this version refuses
+//
+//   key(name, field, meaning, rule)                a value: number, text, true or false, list; optional ones may be absent
+//
+//   choice(name, field, choices, meaning, undone)  one of some names; `undone`: names that this version refuses
+//
+//   pair(name, first, second, meaning, rule)       a list of two numbers
+//
+//   section(name, field, keys)                     keys below a key; an optional one may be absent
+//
+//   preset(name, field, meaning)                   stands for other keys
+//
+//   accepted(name, type, valid, meaning)           looked at, but decides nothing
+//
+//   undone(name, what)                             a key of the job format that this version refuses
+//
 
 struct Name {
   Name(const char* n) : text(n) {}  // NOLINT: implicit on purpose

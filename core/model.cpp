@@ -1,7 +1,6 @@
 // model.cpp -- the walk through the layers, forward and backward.
 #include "core/model.h"
 
-#include "ops/elementwise.h"
 #include "ops/embedding.h"
 
 namespace moetrain::core {
@@ -108,11 +107,7 @@ void Model::backward(Pass& pass, const Layout& layout) {
   }
   if (!tied_) params.gather(layout.embedding);
   const Tensor dtable = params.gradient(embedding_);
-  if (dtable.present()) {
-    const Tensor dy = pass.scratch({pass.T(), D_});
-    ops::copy(pass.ctx, ops::Copy{.x = dp, .y = dy});
-    ops::embedding(pass.ctx, ops::EmbeddingBackward{.ids = pass.batch.tokens, .dy = dy, .dtable = dtable});
-  }
+  if (dtable.present()) ops::embedding(pass.ctx, ops::EmbeddingBackward{.ids = pass.batch.tokens, .dy = dp, .dtable = dtable});
   params.reduce(layout.embedding);
   params.release(layout.embedding);
   if (layout.router_bias >= 0) params.release(layout.router_bias);

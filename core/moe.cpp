@@ -75,7 +75,8 @@ void Moe::count(Pass& pass, const Kept& k, ConstTensor experts, ConstTensor cuto
                                          .histogram = sums.histogram.rows(moe_index_, moe_index_ + 1).reshape({E_, sums.histogram.shape[2]})});
   if (sums.global.present()) {
     const Tensor global = sums.global.rows(moe_index_, moe_index_ + 1).reshape({E_});
-    ops::copy(pass.ctx, ops::Copy{.x = counts, .y = global});
+    fill(pass.ctx.device(), global.data, 0, global.bytes());
+    ops::expert_count(pass.ctx, ops::ExpertCount{.experts = experts, .counts = global});
     pass.everyone.all_reduce(global, parallel::Reduction::sum);
   }
   balance_losses(pass, k, experts, pass.losses.balance, {});

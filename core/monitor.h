@@ -29,7 +29,7 @@ struct StepMeasures {
 std::vector<std::string> metric_columns();
 // In the order of metric_columns; what does not apply is empty.
 std::vector<std::optional<double>> metric_row(const Config& config, const StepResult& result, const StepMeasures& measures);
-// "step   12/300  loss 2.3456  norm 1.234  lr 3.0e-03  12.3k tok/s  load 1.34  left 0:45"
+// "step  12/300  loss   2.3456  norm     1.23  lr 3.00e-03     12345 tok/s  load  1.34  left 0:45"
 std::string step_line(const Config& config, const StepResult& result, const StepMeasures& measures, double seconds_left);
 
 }  // namespace moetrain::core

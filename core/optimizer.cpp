@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "ops/adamw.h"
-#include "ops/elementwise.h"
 #include "ops/reduce.h"
 
 namespace moetrain::core {
@@ -39,11 +38,6 @@ Tensor Optimizer::master(int i, parallel::Rows rows) const {
   const State& s = states_[std::size_t(i)];
   if (!s.exp_avg.present()) return {};
   return s.master.present() ? rows_of(s.master, i, rows) : params_.stored(i, rows);
-}
-
-void Optimizer::weights_from_masters(ops::Context& ctx) {
-  for (int i = 0; i < table_.size(); ++i)
-    if (has_master(i)) ops::copy(ctx, ops::Copy{.x = states_[std::size_t(i)].master.view(), .y = params_.stored(i, params_.update_rows(i))});
 }
 
 double Optimizer::norm(ops::Context& ctx, parallel::Communicator& everyone) {

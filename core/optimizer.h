@@ -12,7 +12,6 @@ class Optimizer {
  public:
   // Moments are real and start at 0. A weight stored in bf16 has a real master; any other is its own master.
   Optimizer(Memory& memory, const OptimizerConfig& config, const ParamTable& table, parallel::ShardedParams& params);
-  void weights_from_masters(ops::Context& ctx);  // rounds; after masters were set
 
   // Global L2 norm of the gradients, every element of every expert and shard once; the same bits on every rank. Collective.
   double norm(ops::Context& ctx, parallel::Communicator& everyone);

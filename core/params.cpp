@@ -27,8 +27,11 @@ void ParamTable::freeze_all_but(const std::vector<std::string>& patterns) {
     bool wanted = false;
     for (std::size_t i = 0; i < patterns.size(); ++i)
       if (matches(patterns[i], p.name)) used[i] = wanted = true;
+    p.frozen = !wanted;
     p.trainable = p.trainable && wanted;
   }
+  if (std::none_of(params_.begin(), params_.end(), [](const Param& p) { return p.trainable; }))
+    throw Error("training.trainable: the patterns leave nothing to train", ExitCode::bad_job);
   for (std::size_t i = 0; i < patterns.size(); ++i)
     if (!used[i]) throw Error("training.trainable: pattern '" + patterns[i] + "' matches no parameter", ExitCode::bad_job);
 }
@@ -47,7 +50,7 @@ double initial_value(const Param& p, double initializer_range, std::uint64_t see
     case Init::one: return 1;
     case Init::zero: return 0;
     case Init::conv: return (2 * ops::uniform(seed, stream, i) - 1) / std::sqrt(double(p.shape[2]));
-    case Init::a_log_log: return std::log(1 + 15 * ops::uniform(seed, stream, i));
+    case Init::log_decay: return std::log(1 + 15 * ops::uniform(seed, stream, i));
     case Init::dt_bias: {
       const double low = std::log(1e-3), high = std::log(1e-1);
       const double dt = std::max(1e-4, std::exp(low + (high - low) * ops::uniform(seed, stream, i)));

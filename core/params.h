@@ -16,7 +16,7 @@ enum class Init : std::uint8_t {
   one,           // norms
   zero,          // AttnRes queries, biases
   conv,          // U(-k^-1/2, k^-1/2), k the taps of a channel
-  a_log_log,     // log U(1, 16): softplus gate
+  log_decay,     // log U(1, 16): softplus gate
   dt_bias        // inverse softplus of dt = exp U(log 1e-3, log 1e-1), at least 1e-4
 };
 
@@ -31,7 +31,8 @@ struct Param {
   bool pinned = false;    // kept in fp32 (fp64 in an fp64 run) when weights are bf16; its own master
   int layer = -1;         // -1: outside the blocks
   UnitKind unit = UnitKind::trunk;
-  bool trainable = true;
+  bool trainable = true;  // has a gradient
+  bool frozen = false;    // left out by training.trainable: nothing changes it, balancing neither
 };
 
 class ParamTable {

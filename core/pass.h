@@ -36,7 +36,7 @@ struct LossSums {
 struct BalanceSums {
   Tensor counts;     // (moe layers, E) i64, rows an expert was given
   Tensor histogram;  // (moe layers, E, bins) i64; absent unless balance is quantile
-  Tensor global;     // (moe layers, E) i64, counts of all ranks up to this micro-batch; absent unless the auxiliary loss wants them
+  Tensor global;     // (moe layers, E) i64, counts of this micro-batch on all ranks; absent unless the auxiliary loss wants them
 };
 
 enum class PassMode : std::uint8_t {
@@ -51,7 +51,7 @@ struct Pass {
   Stack& kept;                         // what forward keeps for backward
   parallel::ShardedParams& params;
   parallel::ExpertExchange* exchange;  // null without experts
-  parallel::Communicator& everyone;    // the ranks that share a global batch; control messages
+  parallel::Communicator& everyone;    // the ranks that share a global batch
   const Config& config;
   const MicroBatch& batch;
   Scales scales;

@@ -172,8 +172,9 @@ Plan make_plan(const Config& config) {
         plan.bytes_exchanged = d.traffic.bytes_exchanged;
       }
     }
-    if (!plan.ranks.empty() && alike(plan.ranks.back(), it->second)) {
-      ++plan.ranks.back().count;
+    const auto same = std::find_if(plan.ranks.begin(), plan.ranks.end(), [&](const RankPlan& r) { return alike(r, it->second); });
+    if (same != plan.ranks.end()) {
+      ++same->count;
       continue;
     }
     plan.ranks.push_back(it->second);

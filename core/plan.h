@@ -28,7 +28,7 @@ struct StepFlops {
 StepFlops step_flops(const Config& config, std::int64_t tokens);  // tokens of the global batch
 
 struct RankPlan {
-  int rank = 0, count = 1;            // count: ranks from this one on that are alike
+  int rank = 0, count = 1;            // ranks that are alike, this one the first of them
   std::array<std::int64_t, kCategories> device_bytes{};  // each category's own peak in the step
   std::int64_t device_total = 0;      // peak of their sum
   std::array<std::int64_t, kCategories> host_bytes{};

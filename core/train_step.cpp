@@ -72,7 +72,7 @@ Pass Trainer::make_pass(const MicroBatch& batch, const Totals& totals, PassMode 
           .kept = kept_,
           .params = *params_,
           .exchange = exchange_.get(),
-          .everyone = *mesh_.world().control,
+          .everyone = *mesh_.world().data,
           .config = config_,
           .batch = batch,
           .scales = {one_over(totals.labels), one_over(totals.tokens), one_over(totals.sequences)},
@@ -121,6 +121,7 @@ void Trainer::update_balance(const StepResult& result) {
   const auto biases = model_.router_biases();
   const std::int64_t E = config_.model.num_experts;
   for (std::size_t l = 0; l < biases.size(); ++l) {
+    if (table_[biases[l]].frozen) continue;
     const auto layer = std::int64_t(l);
     const Tensor bias = params_->stored(biases[l], {0, E});
     if (rule == Balance::quantile) {

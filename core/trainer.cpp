@@ -69,10 +69,12 @@ std::vector<io::Batch> Trainer::next_batches(const io::BatchSource& source) cons
 
 double Trainer::evaluate(const io::BatchSource& source, std::int64_t batches) {
   const std::int64_t C = mesh_.data_coordinates(), d = mesh_.data_coordinate(), size = config_.training.micro_batch_size;
+  const std::int64_t sequences = std::min(batches * config_.sequences_per_step(), source.windows());
   zero_sums();
   std::int64_t labels = 0;
-  for (std::int64_t m = 0; m < batches; ++m) {
-    const io::Batch host = source.read((m * C + d) * size, size);
+  for (std::int64_t m = 0; m * C * size < sequences; ++m) {  // a rank past the end goes along with an empty micro-batch
+    const std::int64_t first = std::min(sequences, (m * C + d) * size);
+    const io::Batch host = source.read(first, std::min(size, sequences - first));
     labels += host.label_count();
     Scope scope(kept_);
     const MicroBatch batch = upload(host);

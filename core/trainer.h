@@ -40,7 +40,8 @@ class Trainer {
   StepResult step(std::span<const io::Batch> micro_batches);
   // The micro-batches of this rank for the next step (house decision 4).
   std::vector<io::Batch> next_batches(const io::BatchSource& source) const;
-  // Mean loss over label tokens of `batches` micro-batches a rank from the start of `source`; feeds nothing. Collective.
+  // Mean loss over label tokens of the first `batches` global batches of `source`, or of all its sequences where it has fewer: the
+  // same text under every layout. Feeds nothing. Collective.
   double evaluate(const io::BatchSource& source, std::int64_t batches);
   // Loss of one batch of this rank, and its logits (T, V) when present; feeds nothing. Collective.
   double evaluate(const io::Batch& batch, Tensor logits = {});

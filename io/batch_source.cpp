@@ -4,9 +4,7 @@
 #include <fnmatch.h>
 
 #include <algorithm>
-#include <cmath>
 #include <filesystem>
-#include <unordered_map>
 
 #include "io/files.h"
 #include "io/permutation.h"
@@ -159,31 +157,6 @@ Batch BatchSource::read(std::int64_t first, std::int64_t count) const {
   }
   batch.documents.push_back(batch.sequences.back());
   return batch;
-}
-
-double BatchSource::order1_entropy() const {
-  constexpr std::int64_t kPieceTokens = 1 << 20;
-  std::unordered_map<std::uint64_t, std::int64_t> pairs;
-  std::unordered_map<std::int32_t, std::int64_t> firsts;
-  const auto& documents = impl_->documents;
-  auto next_document = documents.begin() + 1;
-  for (std::int64_t begin = 0; begin + 1 < tokens(); begin += kPieceTokens) {
-    const auto ids = impl_->read(begin, std::min(tokens(), begin + kPieceTokens + 1));
-    for (std::size_t i = 0; i + 1 < ids.size(); ++i) {
-      if (*next_document == begin + std::int64_t(i) + 1) {
-        ++next_document;
-        continue;
-      }
-      ++pairs[std::uint64_t(ids[i]) << 32 | std::uint64_t(ids[i + 1])];
-      ++firsts[ids[i]];
-    }
-  }
-  double all = 0, sum = 0;  // sum of count(a, b) * -ln(count(a, b) / count(a, *))
-  for (const auto& [pair, count] : pairs) {
-    sum -= double(count) * std::log(double(count) / double(firsts[std::int32_t(pair >> 32)]));
-    all += double(count);
-  }
-  return all > 0 ? sum / all : 0;
 }
 
 }  // namespace moetrain::io

@@ -44,8 +44,6 @@ class BatchSource {
   std::int64_t tokens() const;                               // of the stream
   std::int64_t windows() const;                              // W, sequences of an epoch
   Batch read(std::int64_t first, std::int64_t count) const;  // sequences first .. first + count - 1 of the run
-  // H(next byte | byte) of the stream in nats, from its own counts: what a model without memory can reach at best.
-  double order1_entropy() const;
 
  private:
   struct Impl;

@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <spdlog/spdlog.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 #include <zlib.h>
 
@@ -121,12 +120,6 @@ std::vector<std::string> files_of_folder(const std::string& path) {
   if (failed) refuse(path, "list", failed.value());
   std::sort(found.begin(), found.end());
   return {found.begin(), found.end()};
-}
-
-std::int64_t free_bytes(const std::string& path) {
-  struct statvfs disk {};
-  if (::statvfs(path.c_str(), &disk) != 0) refuse(path, "ask for free space", errno);
-  return std::int64_t(disk.f_bavail) * std::int64_t(disk.f_frsize);
 }
 
 void read_bytes(const std::string& path, std::int64_t begin, std::int64_t count, std::uint8_t* out) {

@@ -32,8 +32,6 @@ Checksum checksum_of_file(const std::string& path);
 // twice.
 std::vector<std::string> files_of_folder(const std::string& path);
 
-std::int64_t free_bytes(const std::string& path);  // what an ordinary user may still write on the disk that holds path
-
 // A file opened and closed for one read, because a folder may hold more files than a process may keep open.
 void read_bytes(const std::string& path, std::int64_t begin, std::int64_t count, std::uint8_t* out);
 

@@ -28,17 +28,20 @@ constexpr std::uint64_t stream_of(std::string_view name) {
   return h;
 }
 
-// Uniform in (0, 1), never an end: 53 bits and a half.
+namespace detail {
+constexpr double open_unit(std::uint32_t high, std::uint32_t low) { return (double((std::uint64_t(high) << 32 | low) >> 12) + 0.5) * 0x1p-52; }
+}  // namespace detail
+
+// Uniform in (0, 1), never an end: 52 bits and a half, since 53 and a half would round up to 1.
 inline double uniform(std::uint64_t seed, std::uint64_t stream, std::uint64_t index) {
   const auto r = philox(seed, stream, index);
-  return (double((std::uint64_t(r[0]) << 32 | r[1]) >> 11) + 0.5) * 0x1p-53;
+  return detail::open_unit(r[0], r[1]);
 }
 
 // Standard normal by Box-Muller.
 inline double normal(std::uint64_t seed, std::uint64_t stream, std::uint64_t index) {
   const auto r = philox(seed, stream, index);
-  const double u = (double((std::uint64_t(r[0]) << 32 | r[1]) >> 11) + 0.5) * 0x1p-53;
-  const double v = (double((std::uint64_t(r[2]) << 32 | r[3]) >> 11) + 0.5) * 0x1p-53;
+  const double u = detail::open_unit(r[0], r[1]), v = detail::open_unit(r[2], r[3]);
   return std::sqrt(-2 * std::log(u)) * std::cos(2 * std::numbers::pi * v);
 }
 

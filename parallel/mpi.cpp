@@ -3,7 +3,9 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "parallel/communicator.h"
@@ -78,6 +80,37 @@ void reduce_parts(DType dtype, Reduction reduction, void* out, const std::byte* 
   }
 }
 
+// Whether ranks of this host share cores; collective over comm.
+bool ranks_share_cores(MPI_Comm comm) {
+  MPI_Comm host = MPI_COMM_NULL;
+  int ranks = 0;
+  mpi_ok(MPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host));
+  mpi_ok(MPI_Comm_size(host, &ranks));
+  mpi_ok(MPI_Comm_free(&host));
+  const unsigned cores = std::thread::hardware_concurrency();
+  return cores > 0 && unsigned(ranks) > cores;
+}
+
+// Returns when all requests are complete. Where ranks share cores, one that waits as MPI does keeps its core from the very rank it
+// waits for (on newer kernels a yield gives it up for a moment only): after a first while it sleeps between polls. Where each has
+// its own core, sleep would only hold up the pieces of a long message.
+void wait_all(std::span<MPI_Request> requests, bool shared_cores) {
+  using Clock = std::chrono::steady_clock;
+  constexpr std::chrono::microseconds kAwake{50},
+      kNap{20};  // with the kernel's timer slack a nap is about as long as the first while
+  std::vector<MPI_Status> statuses(requests.size());
+  const auto start = Clock::now();
+  for (int done = 0;;) {
+    const int status = MPI_Testall(int(requests.size()), requests.data(), &done, statuses.data());
+    if (status == MPI_ERR_IN_STATUS)
+      for (const auto& one : statuses)
+        if (one.MPI_ERROR != MPI_ERR_PENDING) mpi_ok(one.MPI_ERROR);
+    mpi_ok(status);
+    if (done) return;
+    if (shared_cores && Clock::now() - start > kAwake) std::this_thread::sleep_for(kNap);
+  }
+}
+
 class OwnedComm {
  public:
   explicit OwnedComm(MPI_Comm comm) : comm_(comm) { mpi_ok(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN)); }
@@ -109,8 +142,11 @@ class OwnedComm {
 
 class Mpi final : public Communicator {
  public:
-  Mpi(std::unique_ptr<OwnedComm> comm, std::int64_t round_bytes)
-      : Communicator(comm->rank(), comm->size()), comm_(std::move(comm)), round_bytes_(round_bytes / kAlign * kAlign) {
+  Mpi(std::unique_ptr<OwnedComm> comm, std::int64_t round_bytes, bool shared_cores)
+      : Communicator(comm->rank(), comm->size()),
+        comm_(std::move(comm)),
+        round_bytes_(round_bytes / kAlign * kAlign),
+        shared_cores_(shared_cores) {
     check(kAlign <= round_bytes && round_bytes <= std::int64_t(1) << 30, "mpi: rounds must be of 8 B to 1 GiB",
           {{"round_bytes", round_bytes}});
   }
@@ -122,7 +158,7 @@ class Mpi final : public Communicator {
     MPI_Comm part = MPI_COMM_NULL;
     // The groups of one call are disjoint, so the first member names a group.
     mpi_ok(MPI_Comm_split(comm_->get(), members[0], int(me - members.begin()), &part));
-    auto group = std::make_unique<Mpi>(std::make_unique<OwnedComm>(part), round_bytes_);
+    auto group = std::make_unique<Mpi>(std::make_unique<OwnedComm>(part), round_bytes_, shared_cores_);
     check(group->size() == int(members.size()), "subgroup: the ranks do not agree on the members",
           {{"listed", std::int64_t(members.size())}, {"came", group->size()}});
     return group;
@@ -135,11 +171,22 @@ class Mpi final : public Communicator {
     if (std::int64_t(send_.size()) < send_bytes) send_.resize(std::size_t(send_bytes));
     if (std::int64_t(receive_.size()) < receive_bytes) receive_.resize(std::size_t(receive_bytes));
   }
+  // Starts a collective of MPI and waits for it.
+  template <class Start>
+  void run(Start&& start) {
+    MPI_Request request = MPI_REQUEST_NULL;
+    mpi_ok(start(&request));
+    wait_all({&request, 1}, shared_cores_);
+  }
   void gather_staged(std::int64_t bytes) {
-    mpi_ok(MPI_Allgather(send_.data(), int(bytes), MPI_BYTE, receive_.data(), int(bytes), MPI_BYTE, comm_->get()));
+    run([&](MPI_Request* request) {
+      return MPI_Iallgather(send_.data(), int(bytes), MPI_BYTE, receive_.data(), int(bytes), MPI_BYTE, comm_->get(), request);
+    });
   }
   void exchange_staged(std::int64_t bytes) {
-    mpi_ok(MPI_Alltoall(send_.data(), int(bytes), MPI_BYTE, receive_.data(), int(bytes), MPI_BYTE, comm_->get()));
+    run([&](MPI_Request* request) {
+      return MPI_Ialltoall(send_.data(), int(bytes), MPI_BYTE, receive_.data(), int(bytes), MPI_BYTE, comm_->get(), request);
+    });
   }
 
   void do_all_gather(std::span<const Gather> pieces) override {
@@ -228,21 +275,22 @@ class Mpi final : public Communicator {
       });
     }
     if (send_bytes[me] > 0) std::memcpy(at(receive, receive_at[me]), at(send, send_at[me]), std::size_t(send_bytes[me]));
-    std::vector<MPI_Status> statuses(requests.size());
-    const int status = MPI_Waitall(int(requests.size()), requests.data(), statuses.data());
-    if (status == MPI_ERR_IN_STATUS)
-      for (const auto& one : statuses) mpi_ok(one.MPI_ERROR);
-    mpi_ok(status);
+    wait_all(requests, shared_cores_);
   }
 
   void do_broadcast(void* data, std::int64_t bytes, int root) override {
     for (std::int64_t begin = 0; begin < bytes; begin += round_bytes_)
-      mpi_ok(MPI_Bcast(at(data, begin), int(std::min(bytes - begin, round_bytes_)), MPI_BYTE, root, comm_->get()));
+      run([&](MPI_Request* request) {
+        return MPI_Ibcast(at(data, begin), int(std::min(bytes - begin, round_bytes_)), MPI_BYTE, root, comm_->get(), request);
+      });
   }
-  void do_barrier() override { mpi_ok(MPI_Barrier(comm_->get())); }
+  void do_barrier() override {
+    run([&](MPI_Request* request) { return MPI_Ibarrier(comm_->get(), request); });
+  }
 
   std::unique_ptr<OwnedComm> comm_;
   std::int64_t round_bytes_;
+  bool shared_cores_;
   std::vector<std::byte> send_, receive_;  // staging, kept between calls
 };
 
@@ -251,7 +299,9 @@ class Mpi final : public Communicator {
 std::unique_ptr<Communicator> mpi_world(std::int64_t round_bytes) {
   MPI_Comm all = MPI_COMM_NULL;
   mpi_ok(MPI_Comm_dup(MPI_COMM_WORLD, &all));
-  return std::make_unique<Mpi>(std::make_unique<OwnedComm>(all), round_bytes);
+  auto comm = std::make_unique<OwnedComm>(all);
+  const bool shared_cores = ranks_share_cores(comm->get());
+  return std::make_unique<Mpi>(std::move(comm), round_bytes, shared_cores);
 }
 
 }  // namespace moetrain::parallel

@@ -47,10 +47,10 @@ class ShardedParams {
   void begin_step();        // gradients to zero
   void gather(int unit);    // collective; afterwards weight() and gradient() of its tensors may be used. May nest: each
                             // gather has its release
-  void release(int unit);   // with reshard_after_use the gathered weights go, else they stay until end_step
+  void release(int unit);   // with reshard_after_use the gathered weights go, else they stay until publish
   void reduce(int unit);    // collective; once a micro-batch, after the last op that adds to the unit's gradients and
                             // before its release in backward
-  void finish_gradients();  // collective; after the last micro-batch: shard_gradient() is complete everywhere
+  void finish_gradients();  // collective; after the last micro-batch: stored_gradient() is complete everywhere
   void publish();           // collective; after the update: every stored row is the owner's new one. Also ends the life
                             // of weights kept by reshard_after_use = false. Outside a step, so after init or load, frozen
                             // rows are published too; in a step they cannot have changed

@@ -10,6 +10,7 @@ newest held-out loss.
 import argparse
 import array
 import csv
+import fnmatch
 import math
 import pathlib
 import re
@@ -19,22 +20,23 @@ IDS = 257
 END = 256
 
 
-def documents(paths):
-    """The files that the program reads: named ones, and of a folder every regular one that is neither hidden nor a symbolic link."""
+def documents(paths, exclude):
+    """The files that the program reads: named ones, and of a folder every regular one that is not hidden, a symbolic link or excluded."""
     for path in map(pathlib.Path, paths):
         if path.is_dir():
-            yield from documents(sorted(p for p in path.iterdir() if not p.is_symlink() and not p.name.startswith(".")))
+            inside = sorted(p for p in path.iterdir() if not p.is_symlink() and not p.name.startswith("."))
+            yield from documents((p for p in inside if p.is_dir() or not any(fnmatch.fnmatchcase(p.name, e) for e in exclude)), exclude)
         elif path.is_file():
             yield path
         elif not path.exists():
             raise SystemExit(f"text_entropy: {path}: no such file or folder")
 
 
-def pair_counts(paths):
+def pair_counts(paths, exclude):
     """counts[a * IDS + b]: how often id b follows id a inside a document; and the number of documents."""
     counts = array.array("q", bytes(8 * IDS * IDS))
     files = 0
-    for path in documents(paths):
+    for path in documents(paths, exclude):
         text = path.read_bytes()
         if not text:
             continue
@@ -60,25 +62,23 @@ def entropies(counts):
     return order0, order1, total
 
 
-def train_paths(job):
-    """data.train of a job file: one path, a [list] on a line, or a list of lines."""
-    lines = [line.split(" #")[0].rstrip() for line in pathlib.Path(job).read_text(encoding="utf-8").splitlines()]
+def data_list(job, key):
+    """data.<key> of a job file: one text, a [list] on a line, or a list of lines; empty when it is not there."""
     section, found = "", None
-    for line in lines:
+    for line in pathlib.Path(job).read_text(encoding="utf-8").splitlines():
+        line = line.split(" #")[0].rstrip()
         top = re.match(r"(\w+):", line)
         if top:
             section = top.group(1)
-        train = re.match(r"\s+train:\s*(.*)$", line) if section == "data" else None
+        value = re.match(rf"\s+{key}:\s*(.*)$", line) if section == "data" else None
         item = re.match(r"\s*-\s+(.+)$", line)
-        if train:
-            found = [p for p in re.split(r"[\[\],]\s*", train.group(1)) if p.strip()]
+        if value:
+            found = [p for p in re.split(r"[\[\],]\s*", value.group(1)) if p.strip()]
         elif found is not None and item and section == "data":
             found.append(item.group(1))
         elif found is not None and line.strip() and not line.lstrip().startswith("#"):
             break
-    if not found:
-        raise SystemExit(f"text_entropy: {job} names no data.train")
-    return [p.strip().strip("'\"") for p in found]
+    return [p.strip().strip("'\"") for p in found or []]
 
 
 def losses(metrics):
@@ -99,7 +99,11 @@ def main():
     arguments = parser.parse_args()
     if bool(arguments.paths) == bool(arguments.job):
         parser.error("name either paths or a job")
-    counts, files = pair_counts(arguments.paths or train_paths(arguments.job))
+    exclude = data_list(arguments.job, "exclude") if arguments.job else []
+    paths = arguments.paths or data_list(arguments.job, "train")
+    if not paths:
+        parser.error(f"{arguments.job} names no data.train")
+    counts, files = pair_counts(paths, exclude)
     order0, order1, total = entropies(counts)
     print(f"training text: {files} documents, {total} predictions")
     print(f"order-0 entropy                  {order0:.4f} nats (how often each byte occurs)")

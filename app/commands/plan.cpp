@@ -149,10 +149,9 @@ void print_plan(const core::Config& job, const Plan& plan) {
   print_row("trunk", std::to_string(n.trunk), "all but the routed experts");
   print_row("trainable", std::to_string(n.trainable));
   for (const RankPlan& r : plan.ranks) {
-    const int last = r.rank + r.count - 1;
-    std::cout << (r.count == 1 ? "rank " + std::to_string(r.rank)
-                               : "ranks " + std::to_string(r.rank) + " to " + std::to_string(last) + ", each")
-              << "\n";
+    std::cout << "rank " << r.rank;
+    if (r.count > 1) std::cout << ", and alike " << r.count - 1 << " more";
+    std::cout << "\n";
     for (int c = 0; c < kCategories; ++c) print_row(name_of(Category(c)), gib(r.device_bytes[std::size_t(c)]));
     print_row("peak of the sum", gib(r.device_total));
   }

@@ -127,6 +127,16 @@ TEST_CASE("the gradient of the whole sparse model is the slope of its losses, LM
   check_slopes(c);
 }
 
+TEST_CASE("the gradient of the auxiliary loss is its slope over a micro-batch and over the global batch") {
+  for (const auto scope : {core::AuxiliaryScope::micro_batch, core::AuxiliaryScope::global_batch}) {
+    core::Config c = tiny_config();
+    c.moe.balance = core::Balance::auxiliary;
+    c.moe.auxiliary_coefficient = 1;
+    c.moe.auxiliary_scope = scope;
+    check_slopes(c);
+  }
+}
+
 TEST_CASE("the gradient of the whole model in the dense indexer stage is the slope of its losses") {
   core::Config c = tiny_config();
   c.loss.indexer_stage = core::IndexerStage::dense;

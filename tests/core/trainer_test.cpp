@@ -127,7 +127,7 @@ TEST_CASE("norms, gates, convolutions, queries and biases do not decay; matrices
   }
 }
 
-TEST_CASE("balance quantile and sign bring a skewed router towards even load; none and frozen leave the bias alone") {
+TEST_CASE("balance quantile and sign bring a skewed router towards even load; none leaves the bias alone") {
   core::Config c = tiny_config();
   c.optimizer.lr = 0;
   c.data.sequence_length = 128;
@@ -173,6 +173,21 @@ TEST_CASE("an indexer warm-up trains the indexer alone") {
     const bool indexer = t->table()[i].name.find("indexer") != std::string::npos;
     CHECK((values_of(t->params().stored(i, t->params().update_rows(i))) != before[std::size_t(i)]) == indexer);
     CHECK(t->optimizer().has_state(i) == indexer);
+  }
+}
+
+TEST_CASE("a router bias that training.trainable leaves out is frozen, one that it names is balanced") {
+  core::Config c = tiny_config();
+  c.moe.balance = core::Balance::quantile;
+  for (const bool named : {false, true}) {
+    c.training.trainable = {"*indexer*"};
+    if (named) c.training.trainable.push_back("*e_score_correction_bias");
+    auto t = make(c);
+    t->step(synthetic_step(*t));
+    double moved = 0;
+    for (const int id : t->model().router_biases())
+      for (const double b : values_of(t->params().stored(id, {0, 8}))) moved += std::abs(b);
+    CHECK((moved > 0) == named);
   }
 }
 
@@ -263,5 +278,7 @@ TEST_CASE("expert load is the worst layer's, by hand, and a collapse shows") {
 TEST_CASE("a pattern that names no parameter is a fault of the job") {
   core::Config c = tiny_config();
   c.training.trainable = {"*indexer*", "*typo*"};
+  CHECK_THROWS_AS(core::Trainer(c, parallel::solo(), Device::cpu), Error);
+  c.training.trainable = {"*e_score_correction_bias"};  // has no gradient: nothing would be trained
   CHECK_THROWS_AS(core::Trainer(c, parallel::solo(), Device::cpu), Error);
 }

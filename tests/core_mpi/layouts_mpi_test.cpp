@@ -125,6 +125,14 @@ TEST_CASE("sign, sequence-wise and no balance give the losses of one rank on eve
   }
 }
 
+TEST_CASE("the auxiliary loss over the global batch gives the losses of one rank on every mesh") {
+  auto base = balanced(core::Balance::auxiliary);
+  base.moe.auxiliary_scope = core::AuxiliaryScope::global_batch;
+  const Curve one = one_rank(base);
+  for (const auto& [data, expert] : {std::pair{2, 1}, {1, 4}, {2, 2}})
+    check_layout(base, one, {.data = data, .expert = expert, .micro_batch = kGlobalSequences / (data * expert)});
+}
+
 TEST_CASE("chunks of the loss change nothing: primes, tails and single rows") {
   const auto base = balanced(core::Balance::none);
   const Curve one = one_rank(base);

@@ -5,6 +5,7 @@
 #include "core/trainer.h"
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/temp_folder.h"
 #include "tests/support/tiny.h"
 
 using namespace moetrain;
@@ -78,6 +79,25 @@ TEST_CASE("a bias that sends every token to the experts of one rank leaves the o
     CHECK(std::abs(x.loss - y.loss) <= 1e-10 * std::abs(x.loss));
     CHECK(std::abs(x.grad_norm - y.grad_norm) <= 1e-10 * x.grad_norm);
   }
+}
+
+TEST_CASE("held-out loss is that of one rank under every layout, also where ranks run out of sequences") {
+  const test::TempFolder folder;
+  std::string text;
+  for (int i = 0; i < 210; ++i) text += char('a' + i * i % 7);
+  core::Config c = tiny_config();
+  c.model.vocab_size = 257;
+  c.training.micro_batch_size = 2;
+  auto all = parallel::mpi_world();
+  const io::BatchSource source({.paths = {folder.file("text", text)}, .sequence_length = 32, .exclude = {}, .vocab_size = 257});  // 7 windows
+  auto one = make(c, 1, 1, parallel::solo());
+  auto many = make(c, 2, 2, std::move(all));
+  c.training.micro_batch_size = 8;
+  auto whole = make(c, 1, 1, parallel::solo());
+  const double want = whole->evaluate(source, 1);
+  CHECK(std::isfinite(want));
+  CHECK(std::abs(one->evaluate(source, 4) - want) <= 1e-12 * want);
+  CHECK(std::abs(many->evaluate(source, 1) - want) <= 1e-12 * want);
 }
 
 TEST_CASE("replicated weights have the same bits on every rank after steps with unequal experts") {

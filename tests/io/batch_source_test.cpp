@@ -185,26 +185,6 @@ TEST_CASE("the order is one to one for every size and looks like no line", "[io]
   CHECK(io::permuted(5, large, 1, 0) != io::permuted(5, large, 1, 1));
 }
 
-TEST_CASE("the entropy of the next byte counts pairs inside documents", "[io][cpu]") {
-  const test::TempFolder folder;
-  // pairs of "abab" and "ac": ab ab ba b$ | ac c$ ; after a: b b c, after b: a $, after c: $
-  const BatchSource source(options({folder.file("1", "abab"), folder.file("2", "ac")}, DataFormat::bytes, 3, true, true));
-  const double after_a = -(2 * std::log(2.0 / 3) + std::log(1.0 / 3)), after_b = 2 * std::log(2.0);
-  CHECK(std::abs(source.order1_entropy() - (after_a + after_b) / 6) <= 1e-12);
-  const BatchSource constant(options({folder.file("3", "x")}, DataFormat::bytes, 3, true, true));
-  CHECK(constant.order1_entropy() == 0);
-}
-
-TEST_CASE("the entropy of a stream longer than a piece is that of its parts", "[io][cpu]") {
-  const test::TempFolder folder;
-  // a and b take turns: after a always b, after b always a, except the one end; nearly nothing is left to guess.
-  std::string text;
-  for (int i = 0; i < (1 << 20) + 3; ++i) text += "ab";
-  const BatchSource turns(options({folder.file("turns", text)}, DataFormat::bytes, 64, true, true));
-  const double n = double(text.size()), half = n / 2;
-  CHECK(std::abs(turns.order1_entropy() + ((half - 1) * std::log((half - 1) / half) + std::log(1 / half)) / n) <= 1e-12);
-}
-
 TEST_CASE("data that cannot be read is refused by name, and the job is blamed where it is the job", "[io][cpu]") {
   const test::TempFolder folder;
   const auto fault = [](const DataOptions& o) { return error_of([&] { BatchSource source(o); }); };

@@ -1,0 +1,328 @@
+// checkpoint_mpi_test.cpp -- checkpoints of four ranks: a stopped run resumes bit for bit, any layout loads what any other wrote,
+// and a failure of one rank is everyone's.
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <optional>
+
+#include "core/checkpoint.h"
+#include "core/together.h"
+#include "core/train_loop.h"
+#include "io/files.h"
+#include "io/hdf5_file.h"
+#include "io/token_file.h"
+#include "tests/support/catch.h"
+#include "tests/support/compare.h"
+#include "tests/support/temp_folder.h"
+#include "tests/support/tiny.h"
+
+using namespace moetrain;
+using namespace moetrain::test;
+using parallel::Sharding;
+namespace fs = std::filesystem;
+
+namespace {
+
+// One folder for all ranks: the first makes it and takes it away.
+class SharedFolder {
+ public:
+  SharedFolder() : world_(parallel::mpi_world()) {
+    if (world_->rank() == 0) own_.emplace();
+    std::string path = own_ ? own_->path() : "";
+    auto bytes = std::int64_t(path.size());
+    world_->broadcast(&bytes, sizeof bytes, 0);
+    path.resize(std::size_t(bytes));
+    world_->broadcast(path.data(), bytes, 0);
+    path_ = path;
+  }
+  ~SharedFolder() { world_->barrier(); }
+  SharedFolder(const SharedFolder&) = delete;
+  SharedFolder& operator=(const SharedFolder&) = delete;
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+  parallel::Communicator& world() const { return *world_; }
+
+ private:
+  std::unique_ptr<parallel::Communicator> world_;
+  std::optional<TempFolder> own_;
+  std::string path_;
+};
+
+// Ranks of the job's four that are a world of their own with this rank; collective over all four.
+std::unique_ptr<parallel::Communicator> world_of(int ranks) {
+  auto all = parallel::mpi_world();
+  REQUIRE(all->size() == 4);
+  std::vector<int> members;
+  for (int r = all->rank() / ranks * ranks; int(members.size()) < ranks; ++r) members.push_back(r);
+  return all->subgroup(members);
+}
+
+struct Layout {
+  int data = 1, expert = 1;
+  Sharding sharding = Sharding::full;
+  bool expert_sharding = true;
+  int ranks() const { return data * expert; }
+};
+
+core::Config config_of(DType dtype, const Layout& l) {
+  core::Config c = tiny_config();
+  c.run.dtype = dtype;
+  c.moe.balance = core::Balance::quantile;
+  c.moe.quantile_bins = 50;
+  c.parallel.data_parallel = l.data;
+  c.parallel.expert_parallel = l.expert;
+  c.parallel.sharding = l.sharding;
+  c.parallel.expert_sharding = l.expert_sharding;
+  c.training.gradient_accumulation = 8 / l.ranks();
+  return c;
+}
+
+struct Held {
+  std::string dataset;
+  std::int64_t first_row;
+  Tensor rows;
+};
+// What this rank stores of every tensor that a checkpoint holds.
+std::vector<Held> held_by(core::Trainer& t) {
+  std::vector<Held> all;
+  for (int i = 0; i < t.table().size(); ++i) {
+    const auto rows = t.params().update_rows(i);
+    const std::string& name = t.table()[i].name;
+    const std::int64_t first = t.layout().first_row[std::size_t(i)] + rows.begin;
+    all.push_back({name, first, t.params().stored(i, rows)});
+    if (t.optimizer().has_master(i)) all.push_back({"master/" + name, first, t.optimizer().master(i, rows)});
+    if (!t.optimizer().has_state(i)) continue;
+    all.push_back({"optimizer/exp_avg/" + name, first, t.optimizer().exp_avg(i, rows)});
+    all.push_back({"optimizer/exp_avg_sq/" + name, first, t.optimizer().exp_avg_sq(i, rows)});
+  }
+  return all;
+}
+
+std::vector<std::string> tensors_of(const io::Hdf5File& view) {
+  std::vector<std::string> all;
+  for (const auto& name : view.names())
+    if (name != "job" && name != "layout" && name != "shards") all.push_back(name);
+  for (const char* group : {"master", "optimizer/exp_avg", "optimizer/exp_avg_sq"})
+    if (view.has(group))
+      for (const auto& name : view.names(group)) all.push_back(std::string(group) + "/" + name);
+  return all;
+}
+
+// Every tensor of a checkpoint as a stranger reads it: whole, through the view.
+using Whole = std::map<std::string, std::string>;
+Whole whole_tensors(const std::string& path) {
+  const auto view = io::Hdf5File::open(path + "/checkpoint.h5");
+  Whole all;
+  for (const auto& name : tensors_of(view)) {
+    const auto info = view.info(name);
+    std::string bytes(std::size_t(info.shape.count() * size_of(info.dtype)), '\0');
+    view.read(name, Tensor(bytes.data(), info.dtype, info.shape));
+    all[name] = std::move(bytes);
+  }
+  return all;
+}
+
+// Names the first tensor of this rank whose bits are not those of the whole.
+std::string differs(core::Trainer& t, const Whole& whole) {
+  for (const Held& h : held_by(t)) {
+    const auto found = whole.find(h.dataset);
+    if (found == whole.end()) return "no " + h.dataset;
+    const auto row_bytes = h.rows.shape.row() * size_of(h.rows.dtype);
+    if (std::memcmp(found->second.data() + h.first_row * row_bytes, h.rows.data, std::size_t(h.rows.bytes())) != 0)
+      return h.dataset;
+  }
+  return {};
+}
+
+io::TokenData some_tokens(std::int64_t count) {
+  io::TokenData d{.tokens = {}, .documents = {}, .labels = {}, .vocab_size = 61, .tokenizer = "none"};
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto r = ops::philox(3, 1, std::uint64_t(i));
+    d.tokens.push_back(std::int64_t(r[0] % 4 != 0 && i > 0 ? (std::uint64_t(d.tokens.back()) * 5 + 3) % 61 : r[1] % 61));
+    if (i % 100 == 0) d.documents.push_back(i);
+  }
+  return d;
+}
+
+// The columns of metrics.csv that are equal in equal runs: the first eight are step to label_tokens.
+std::vector<std::string> bit_equal_part(const std::string& csv) {
+  std::vector<std::string> lines;
+  std::string line;
+  int commas = 0;
+  for (const char c : io::read_text(csv)) {
+    if (c == '\n')
+      lines.push_back(line), line.clear(), commas = 0;
+    else if ((commas += c == ',') < 8)
+      line += c;
+  }
+  return lines;
+}
+
+ExitCode run(const core::Config& c, const core::TrainOptions& options = {}) {
+  return core::train(c, parallel::mpi_world(), Device::cpu, options);
+}
+
+}  // namespace
+
+TEST_CASE("20 steps are 8 steps, a stop of one rank, and the rest: metrics, expert counts and every tensor to the last bit") {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    CAPTURE(int(dtype));
+    const SharedFolder folder;
+    core::Config c = config_of(dtype, {2, 2});
+    c.training.steps = 20;
+    c.data.format = io::DataFormat::tokens;
+    c.data.train = {folder / "tokens.h5"};
+    if (folder.world().rank() == 0) io::write_token_file(c.data.train[0], some_tokens(3000));
+    folder.world().barrier();
+    c.run.dir = folder / "through";
+    CHECK(run(c) == ExitCode::done);
+    c.run.dir = folder / "stopped";
+    int asked = 0;  // a signal that reaches one rank, before its ninth step
+    CHECK(run(c, {.stop_requested = [&] { return ++asked == 9 && folder.world().rank() == 2; }}) == ExitCode::stopped);
+    CHECK(fs::path(core::latest_checkpoint(c.run.dir + "/checkpoints")).filename() == "step_00000008");
+    CHECK(run(c, {.stop_after = 5}) == ExitCode::done);
+    CHECK(fs::path(core::latest_checkpoint(c.run.dir + "/checkpoints")).filename() == "step_00000013");
+    CHECK(run(c) == ExitCode::done);
+    const auto a = bit_equal_part(folder / "through/metrics.csv"), b = bit_equal_part(folder / "stopped/metrics.csv");
+    REQUIRE(a.size() == 21);
+    CHECK(a[0] == "step,tokens,loss,balance_loss,indexer_loss,grad_norm,lr,label_tokens");
+    CHECK(a == b);
+    CHECK(io::read_text(folder / "through/expert_tokens.csv") == io::read_text(folder / "stopped/expert_tokens.csv"));
+    if (folder.world().rank() == 0) {
+      const Whole want = whole_tensors(folder / "through/checkpoints/step_00000020"),
+                  got = whole_tensors(folder / "stopped/checkpoints/step_00000020");
+      CHECK(want.size() > 100);
+      CHECK(want == got);
+    }
+  }
+}
+
+TEST_CASE("what one layout saved, every other loads to the last bit, and the next loss agrees") {
+  const Layout one{1, 1, Sharding::full}, data{4, 1, Sharding::full}, expert{1, 4, Sharding::full}, both{2, 2, Sharding::full};
+  const Layout data_whole{4, 1, Sharding::none}, expert_optimizer{1, 4, Sharding::optimizer},
+      both_gradients{2, 2, Sharding::gradients};
+  const Layout both_resident{2, 2, Sharding::full, false}, pair{1, 2, Sharding::none};
+  struct Row {
+    Layout from;
+    std::vector<Layout> to;
+  };
+  const SharedFolder folder;
+  int row = 0;
+  for (const Row& r : {Row{one, {both, expert_optimizer, data_whole}}, Row{expert, {one, data, both_resident}},
+                       Row{both, {one, expert, both_gradients, pair}}, Row{data_whole, {both}}}) {
+    CAPTURE(r.from.data, r.from.expert, int(r.from.sharding));
+    const std::string saved = folder / ("row_" + std::to_string(row++)), path = saved + "/step_00000002";
+    Whole whole;
+    double want = 0;
+    {
+      core::Trainer t(config_of(DType::f64, r.from), world_of(r.from.ranks()), Device::cpu, /*poison=*/true);
+      t.initialize();
+      for (int s = 0; s < 2; ++s) t.step(synthetic_step(t));
+      // Worlds of fewer ranks train the same; one of them writes.
+      if (folder.world().rank() < r.from.ranks()) core::save_checkpoint(t, saved, 2);
+      folder.world().barrier();
+      whole = whole_tensors(path);
+      CHECK(differs(t, whole) == "");
+      want = t.step(synthetic_step(t)).loss;
+      CHECK(differs(t, whole) != "");
+    }
+    for (const Layout& to : r.to) {
+      CAPTURE(to.data, to.expert, int(to.sharding), to.expert_sharding);
+      core::Trainer t(config_of(DType::f64, to), world_of(to.ranks()), Device::cpu, /*poison=*/true);
+      core::load_checkpoint(t, path, true);
+      CHECK(differs(t, whole) == "");
+      CHECK(t.progress().step == 2);
+      CHECK(t.progress().updates == 2);
+      CHECK(t.progress().sequences == 16);
+      CHECK(difference({t.step(synthetic_step(t)).loss}, {want}, 1e-9) == "");
+    }
+  }
+}
+
+TEST_CASE("every row of every tensor is in exactly one shard, and no hole in the view reads as fill") {
+  for (const Layout& l : {Layout{2, 2, Sharding::full}, Layout{4, 1, Sharding::none}}) {
+    const SharedFolder folder;
+    core::Trainer t(config_of(DType::bf16, l), world_of(4), Device::cpu);
+    t.initialize();
+    t.step(synthetic_step(t));
+    core::save_checkpoint(t, folder / "c", 2);
+    const std::string path = folder / "c/step_00000001";
+    const auto view = io::Hdf5File::open(path + "/checkpoint.h5");
+    const auto summary = core::read_checkpoint_summary(path);
+    CHECK(summary.shards.size() == 4);
+    std::vector<io::Hdf5File> shards;
+    for (const auto& shard : summary.shards) shards.push_back(io::Hdf5File::open(path + "/" + shard));
+    bool bf16 = false, uneven = false;
+    for (const auto& name : tensors_of(view)) {
+      CAPTURE(name);
+      const auto info = view.info(name);
+      bf16 = bf16 || info.dtype == DType::bf16;
+      uneven = uneven || info.shape[0] % 4 != 0;
+      std::int64_t rows = 0;
+      for (const auto& file : shards)
+        if (file.has(name)) rows += file.info(name).shape[0];
+      CHECK(rows == info.shape[0]);
+      std::vector<std::byte> all(std::size_t(info.shape.count() * size_of(info.dtype)));
+      const Tensor x(all.data(), info.dtype, info.shape);
+      view.read(name, x);
+      const auto values = values_of(x);
+      CHECK(std::none_of(values.begin(), values.end(), [](double v) { return std::isnan(v); }));
+    }
+    CHECK(bf16);
+    CHECK(uneven);
+  }
+}
+
+TEST_CASE("a damaged shard is found by one rank and refused by all with the same words, and nothing was loaded") {
+  const SharedFolder folder;
+  core::Trainer t(config_of(DType::f32, {2, 2}), world_of(4), Device::cpu);
+  t.initialize();
+  core::save_checkpoint(t, folder / "c", 2);
+  const std::string path = folder / "c/step_00000000", shard = path + "/shard_00002.h5";
+  t.step(synthetic_step(t));
+  std::vector<std::vector<double>> before;
+  for (const Held& h : held_by(t)) before.push_back(values_of(h.rows));
+  if (folder.world().rank() == 0) fs::resize_file(shard, fs::file_size(shard) - 8);
+  folder.world().barrier();
+  const auto said = error_of([&] { core::load_checkpoint(t, path, true); });
+  CHECK(contains(said, "3: " + shard + ": has "));
+  const auto held = held_by(t);
+  for (std::size_t i = 0; i < held.size(); ++i) CHECK(values_of(held[i].rows) == before[i]);
+  CHECK(t.progress().step == 1);
+}
+
+TEST_CASE("a save that fails on one rank fails on all, and the checkpoint before stays the latest") {
+  const SharedFolder folder;
+  core::Trainer t(config_of(DType::f32, {2, 2}), world_of(4), Device::cpu);
+  t.initialize();
+  core::save_checkpoint(t, folder / "c", 2);
+  t.step(synthetic_step(t));
+  // A folder where latest.part should be written: rank 0 fails in the last part, after every shard is there.
+  if (folder.world().rank() == 0) fs::create_directories(folder / "c/latest.part");
+  folder.world().barrier();
+  const auto said = error_of([&] { core::save_checkpoint(t, folder / "c", 2); });
+  CHECK(contains(said, "3: checkpoint step_00000001 was not saved, the one before is as it was: "));
+  CHECK(fs::path(core::latest_checkpoint(folder / "c")).filename() == "step_00000000");
+  CHECK(core::read_checkpoint_summary(core::latest_checkpoint(folder / "c")).step == 0);
+  folder.world().barrier();
+  if (folder.world().rank() == 0) fs::remove_all(folder / "c/latest.part");
+  folder.world().barrier();
+  core::save_checkpoint(t, folder / "c", 2);
+  CHECK(core::read_checkpoint_summary(core::latest_checkpoint(folder / "c")).step == 1);
+}
+
+TEST_CASE("an Error of any rank is the lowest such rank's words and code on every rank") {
+  const SharedFolder folder;
+  auto& world = folder.world();
+  try {
+    core::together(world, [&] {
+      if (world.rank() == 3) throw Error("three", ExitCode::bad_job);
+      if (world.rank() == 1) throw Error("one", ExitCode::gave_up);
+    });
+    CHECK(false);
+  } catch (const core::AgreedError& e) {
+    CHECK(e.rank() == 1);
+    CHECK(std::string(e.what()) == "one");
+    CHECK(e.code() == ExitCode::gave_up);
+  }
+}
