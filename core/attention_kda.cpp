@@ -50,10 +50,12 @@ AttentionKda::AttentionKda(const ModelConfig& m, ParamTable& table, int layer, c
 
 void AttentionKda::convolve(Pass& pass, Stream s, ConstTensor x, Tensor in, Tensor y) const {
   project(pass, s.proj, x, in);
-  ops::short_conv(pass.ctx, ops::ShortConvForward{.u = in, .w = pass.params.weight(s.conv), .y = y, .documents = pass.batch.documents});
+  ops::short_conv(pass.ctx,
+                  ops::ShortConvForward{.u = in, .w = pass.params.weight(s.conv), .y = y, .documents = pass.batch.documents});
 }
 
-void AttentionKda::convolve_backward(Pass& pass, Stream s, ConstTensor dy, ConstTensor in, ConstTensor x, Tensor dx, bool add_dx) const {
+void AttentionKda::convolve_backward(Pass& pass, Stream s, ConstTensor dy, ConstTensor in, ConstTensor x, Tensor dx,
+                                     bool add_dx) const {
   Scope scope(pass.ctx.scratch);
   const Tensor din = pass.scratch({pass.T(), P_});
   ops::short_conv(pass.ctx, ops::ShortConvBackward{.dy = dy,

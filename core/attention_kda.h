@@ -13,23 +13,25 @@ namespace moetrain::core {
 
 class AttentionKda {
  public:
-  struct Kept {                          // P = N H; Hk = Hv = H
-    ConstTensor x;                       // (T, D) normed input
-    Tensor q_in, k_in, v_in;             // (T, P) before the convolution
-    Tensor q, k, v;                      // (T, N, H) into the delta rule
-    Tensor q_r, k_r;                     // (T, N) real
-    Tensor f_low, f;                     // (T, H), (T, P)
-    Tensor g, beta;                      // (T, N, H), (T, N) real
-    Tensor o;                            // (T, N, H)
-    Tensor gate_low, gate;               // (T, H) with a low-rank gate, (T, P)
-    Tensor normed, o_r;                  // (T, P), (T, N) real
+  struct Kept {               // P = N H; Hk = Hv = H
+    ConstTensor x;            // (T, D) normed input
+    Tensor q_in, k_in, v_in;  // (T, P) before the convolution
+    Tensor q, k, v;           // (T, N, H) into the delta rule
+    Tensor q_r, k_r;          // (T, N) real
+    Tensor f_low, f;          // (T, H), (T, P)
+    Tensor g, beta;           // (T, N, H), (T, N) real
+    Tensor o;                 // (T, N, H)
+    Tensor gate_low, gate;    // (T, H) with a low-rank gate, (T, P)
+    Tensor normed, o_r;       // (T, P), (T, N) real
   };
   AttentionKda(const ModelConfig& model, ParamTable& table, int layer, const std::string& prefix);
-  void forward(Pass& pass, ConstTensor x, Kept& kept, Tensor y) const;                    // y (T, D) written
-  void backward(Pass& pass, const Kept& kept, ConstTensor dy, Tensor dx) const;           // dx (T, D) written
+  void forward(Pass& pass, ConstTensor x, Kept& kept, Tensor y) const;           // y (T, D) written
+  void backward(Pass& pass, const Kept& kept, ConstTensor dy, Tensor dx) const;  // dx (T, D) written
 
  private:
-  struct Stream { int proj, conv; };     // of q, k or v
+  struct Stream {
+    int proj, conv;
+  };  // of q, k or v
   void convolve(Pass& pass, Stream s, ConstTensor x, Tensor in, Tensor y) const;
   void convolve_backward(Pass& pass, Stream s, ConstTensor dy, ConstTensor in, ConstTensor x, Tensor dx, bool add_dx) const;
 

@@ -71,13 +71,14 @@ AttentionMla::IndexInputs AttentionMla::index_inputs(Pass& pass, ConstTensor x, 
   IndexInputs in{pass.scratch({T, J, H}), pass.scratch({T, H}), pass.scratch_real({T, J})};
   project(pass, index_.wq_b, k.cq, in.q.reshape({T, J * H}));
   project(pass, index_.wk, x, k.ki_in);
-  ops::layernorm(pass.ctx, ops::LayerNormForward{.x = k.ki_in,
-                                                 .w = pass.params.weight(index_.k_norm),
-                                                 .b = index_.k_norm_bias < 0 ? ConstTensor{} : pass.params.weight(index_.k_norm_bias),
-                                                 .y = in.k,
-                                                 .mean = k.ki_mean,
-                                                 .r = k.ki_r,
-                                                 .eps = dsa_->index_norm_eps});
+  ops::layernorm(pass.ctx,
+                 ops::LayerNormForward{.x = k.ki_in,
+                                       .w = pass.params.weight(index_.k_norm),
+                                       .b = index_.k_norm_bias < 0 ? ConstTensor{} : pass.params.weight(index_.k_norm_bias),
+                                       .y = in.k,
+                                       .mean = k.ki_mean,
+                                       .r = k.ki_r,
+                                       .eps = dsa_->index_norm_eps});
   project(pass, index_.weights_proj, x, in.weights);
   ops::scale(pass.ctx, ops::Scale{.factor = 1 / std::sqrt(double(J * H)), .y = in.weights});
   return in;
@@ -108,14 +109,15 @@ void AttentionMla::index_backward(Pass& pass, const Kept& k) const {
   const std::int64_t T = pass.T(), J = dsa_->index_n_heads, H = dsa_->index_head_dim;
   project_backward(pass, index_.wq_b, k.dqi.reshape({T, J * H}), k.cq, {});
   const Tensor dki_in = pass.scratch({T, H}), dw = pass.scratch_real({T, J});
-  ops::layernorm(pass.ctx, ops::LayerNormBackward{.dy = k.dki,
-                                                  .x = k.ki_in,
-                                                  .w = pass.params.weight(index_.k_norm),
-                                                  .mean = k.ki_mean,
-                                                  .r = k.ki_r,
-                                                  .dx = dki_in,
-                                                  .dw = pass.params.gradient(index_.k_norm),
-                                                  .db = index_.k_norm_bias < 0 ? Tensor{} : pass.params.gradient(index_.k_norm_bias)});
+  ops::layernorm(pass.ctx,
+                 ops::LayerNormBackward{.dy = k.dki,
+                                        .x = k.ki_in,
+                                        .w = pass.params.weight(index_.k_norm),
+                                        .mean = k.ki_mean,
+                                        .r = k.ki_r,
+                                        .dx = dki_in,
+                                        .dw = pass.params.gradient(index_.k_norm),
+                                        .db = index_.k_norm_bias < 0 ? Tensor{} : pass.params.gradient(index_.k_norm_bias)});
   project_backward(pass, index_.wk, dki_in, k.x, {});
   ops::copy(pass.ctx, ops::Copy{.x = k.dwi, .y = dw});
   ops::scale(pass.ctx, ops::Scale{.factor = 1 / std::sqrt(double(J * H)), .y = dw});
@@ -162,7 +164,8 @@ void AttentionMla::forward(Pass& pass, ConstTensor x, Kept& k, Tensor indices, T
     k.cq = pass.keep({T, Ql_});
     k.cq_r = pass.keep_real({T});
     project(pass, q_a_, x, k.cq_in);
-    ops::rmsnorm(ctx, ops::RmsNormForward{.x = k.cq_in, .w = pass.params.weight(q_a_norm_), .y = k.cq, .r = k.cq_r, .eps = kLatentNormEps});
+    ops::rmsnorm(
+        ctx, ops::RmsNormForward{.x = k.cq_in, .w = pass.params.weight(q_a_norm_), .y = k.cq, .r = k.cq_r, .eps = kLatentNormEps});
     project(pass, q_, k.cq, k.q.reshape({T, q_width}));
   } else {
     project(pass, q_, x, k.q.reshape({T, q_width}));
@@ -178,7 +181,8 @@ void AttentionMla::forward(Pass& pass, ConstTensor x, Kept& k, Tensor indices, T
     ops::copy_columns(ctx, ops::CopyColumns{.x = both, .x_column = 0, .y = k.c_in, .y_column = 0, .width = C_});
     ops::copy_columns(ctx, ops::CopyColumns{.x = both, .x_column = C_, .y = k.k_extra, .y_column = 0, .width = He_});
   }
-  ops::rmsnorm(ctx, ops::RmsNormForward{.x = k.c_in, .w = pass.params.weight(kv_a_norm_), .y = k.c, .r = k.c_r, .eps = kLatentNormEps});
+  ops::rmsnorm(ctx,
+               ops::RmsNormForward{.x = k.c_in, .w = pass.params.weight(kv_a_norm_), .y = k.c, .r = k.c_r, .eps = kLatentNormEps});
 
   k.lse = pass.keep_real({T, N_});
   k.o = pass.keep({T, P_});
@@ -188,7 +192,9 @@ void AttentionMla::forward(Pass& pass, ConstTensor x, Kept& k, Tensor indices, T
   Tensor probability;
   if (sparse(pass.config)) {
     if (!pass.decided())
-      ops::indexer_select(ctx, ops::IndexerSelect{.q = in.q, .k = in.k, .weights = in.weights, .documents = pass.batch.documents, .indices = indices});
+      ops::indexer_select(
+          ctx,
+          ops::IndexerSelect{.q = in.q, .k = in.k, .weights = in.weights, .documents = pass.batch.documents, .indices = indices});
     if (learns) probability = pass.scratch_real(indices.shape);
     attend_sparse(pass, k, indices, probability);
   } else {
@@ -226,10 +232,12 @@ void AttentionMla::attend_dense_backward(Pass& pass, const Kept& k, ConstTensor 
   project_backward(pass, kv_b_, dkv.reshape({T, N_ * (Hn_ + Hv_)}), k.c, dc);
 }
 
-void AttentionMla::attend_sparse_backward(Pass& pass, const Kept& k, ConstTensor indices, ConstTensor do_, Tensor dq, Tensor dc, Tensor dk_extra) const {
+void AttentionMla::attend_sparse_backward(Pass& pass, const Kept& k, ConstTensor indices, ConstTensor do_, Tensor dq, Tensor dc,
+                                          Tensor dk_extra) const {
   Scope scope(pass.ctx.scratch);
   const Tensor do_latent = pass.scratch(k.o_latent.shape), dq_latent = pass.scratch(k.q_latent.shape);
-  project_heads_backward(pass, kv_b_, {ops::HeadDirection::from_latent, N_, Hn_, Hv_, 0}, do_.reshape({pass.T(), N_, Hv_}), k.o_latent, do_latent);
+  project_heads_backward(pass, kv_b_, {ops::HeadDirection::from_latent, N_, Hn_, Hv_, 0}, do_.reshape({pass.T(), N_, Hv_}),
+                         k.o_latent, do_latent);
   ops::sparse_attention(pass.ctx, ops::SparseAttentionBackward{.do_latent = do_latent,
                                                                .q_latent = k.q_latent,
                                                                .q = k.q,
@@ -261,11 +269,18 @@ void AttentionMla::backward(Pass& pass, const Kept& k, ConstTensor indices, Cons
     fill(ctx.device(), dx.data, 0, dx.bytes());
   }
   const Tensor dq = pass.scratch(k.q.shape), dc = pass.scratch({T, C_}), dk_extra = pass.scratch({T, He_});
-  if (sparse(pass.config)) attend_sparse_backward(pass, k, indices, do_, dq, dc, dk_extra);
-  else attend_dense_backward(pass, k, do_, dq, dc, dk_extra);
+  if (sparse(pass.config))
+    attend_sparse_backward(pass, k, indices, do_, dq, dc, dk_extra);
+  else
+    attend_dense_backward(pass, k, do_, dq, dc, dk_extra);
   if (k.dqi.present()) index_backward(pass, k);
 
-  ops::rmsnorm(ctx, ops::RmsNormBackward{.dy = dc, .x = k.c_in, .w = pass.params.weight(kv_a_norm_), .r = k.c_r, .dx = dc, .dw = pass.params.gradient(kv_a_norm_)});
+  ops::rmsnorm(ctx, ops::RmsNormBackward{.dy = dc,
+                                         .x = k.c_in,
+                                         .w = pass.params.weight(kv_a_norm_),
+                                         .r = k.c_r,
+                                         .dx = dc,
+                                         .dw = pass.params.gradient(kv_a_norm_)});
   const Tensor both = pass.scratch({T, C_ + He_});
   ops::copy_columns(ctx, ops::CopyColumns{.x = dc, .x_column = 0, .y = both, .y_column = 0, .width = C_});
   ops::copy_columns(ctx, ops::CopyColumns{.x = dk_extra, .x_column = 0, .y = both, .y_column = C_, .width = He_});
@@ -273,7 +288,12 @@ void AttentionMla::backward(Pass& pass, const Kept& k, ConstTensor indices, Cons
   if (q_a_ >= 0) {
     const Tensor dcq = pass.scratch({T, Ql_});
     project_backward(pass, q_, dq.reshape({T, q_width}), k.cq, dcq);
-    ops::rmsnorm(ctx, ops::RmsNormBackward{.dy = dcq, .x = k.cq_in, .w = pass.params.weight(q_a_norm_), .r = k.cq_r, .dx = dcq, .dw = pass.params.gradient(q_a_norm_)});
+    ops::rmsnorm(ctx, ops::RmsNormBackward{.dy = dcq,
+                                           .x = k.cq_in,
+                                           .w = pass.params.weight(q_a_norm_),
+                                           .r = k.cq_r,
+                                           .dx = dcq,
+                                           .dw = pass.params.gradient(q_a_norm_)});
     project_backward(pass, q_a_, dcq, k.x, dx, true);
   } else {
     project_backward(pass, q_, dq.reshape({T, q_width}), k.x, dx, true);

@@ -16,16 +16,16 @@ namespace moetrain::core {
 class AttentionMla {
  public:
   struct Kept {
-    ConstTensor x;                    // (T, D) normed input
-    Tensor cq_in, cq, cq_r;           // (T, Ql), (T, Ql), (T) real
-    Tensor q;                         // (T, N, Hn + He)
-    Tensor c_in, c, c_r, k_extra;     // (T, C), (T, C), (T) real, (T, He)
-    Tensor kv;                        // (T, N, Hn + Hv) dense
-    Tensor q_latent, o_latent;        // (T, N, C) sparse
-    Tensor lse;                       // (T, N) real
-    Tensor o, gate, gated;            // (T, P), P = N Hv; gate and gated with an output gate
-    Tensor ki_in, ki_mean, ki_r;      // (T, Hi) before the indexer's key norm, (T) real
-    Tensor dqi, dki, dwi;             // gradients of the indexer loss: (T, J Hi), (T, Hi), (T, J) real
+    ConstTensor x;                 // (T, D) normed input
+    Tensor cq_in, cq, cq_r;        // (T, Ql), (T, Ql), (T) real
+    Tensor q;                      // (T, N, Hn + He)
+    Tensor c_in, c, c_r, k_extra;  // (T, C), (T, C), (T) real, (T, He)
+    Tensor kv;                     // (T, N, Hn + Hv) dense
+    Tensor q_latent, o_latent;     // (T, N, C) sparse
+    Tensor lse;                    // (T, N) real
+    Tensor o, gate, gated;         // (T, P), P = N Hv; gate and gated with an output gate
+    Tensor ki_in, ki_mean, ki_r;   // (T, Hi) before the indexer's key norm, (T) real
+    Tensor dqi, dki, dwi;          // gradients of the indexer loss: (T, J Hi), (T, Hi), (T, J) real
   };
   AttentionMla(const ModelConfig& model, ParamTable& table, int layer, const std::string& prefix);
   // Columns of the selection of T tokens, longest document given; 0 without selection.
@@ -35,8 +35,12 @@ class AttentionMla {
   void backward(Pass& pass, const Kept& kept, ConstTensor indices, ConstTensor dy, Tensor dx) const;
 
  private:
-  struct Indexer { int wq_b = -1, wk = -1, k_norm = -1, k_norm_bias = -1, weights_proj = -1; };
-  struct IndexInputs { Tensor q, k, weights; };
+  struct Indexer {
+    int wq_b = -1, wk = -1, k_norm = -1, k_norm_bias = -1, weights_proj = -1;
+  };
+  struct IndexInputs {
+    Tensor q, k, weights;
+  };
   bool sparse(const Config& config) const;
   IndexInputs index_inputs(Pass& pass, ConstTensor x, Kept& kept) const;
   void index_loss(Pass& pass, const IndexInputs& in, ConstTensor probability, ConstTensor indices, Kept& kept) const;
@@ -44,7 +48,8 @@ class AttentionMla {
   void attend_dense(Pass& pass, Kept& kept, Tensor probability) const;
   void attend_sparse(Pass& pass, Kept& kept, ConstTensor indices, Tensor probability) const;
   void attend_dense_backward(Pass& pass, const Kept& kept, ConstTensor do_, Tensor dq, Tensor dc, Tensor dk_extra) const;
-  void attend_sparse_backward(Pass& pass, const Kept& kept, ConstTensor indices, ConstTensor do_, Tensor dq, Tensor dc, Tensor dk_extra) const;
+  void attend_sparse_backward(Pass& pass, const Kept& kept, ConstTensor indices, ConstTensor do_, Tensor dq, Tensor dc,
+                              Tensor dk_extra) const;
 
   std::int64_t N_, Ql_, C_, Hn_, He_, Hv_, P_;
   std::optional<IndexerConfig> dsa_;

@@ -11,7 +11,11 @@ namespace {
 std::string layer_prefix(int layer) { return "model.layers." + std::to_string(layer) + "."; }
 
 int norm_param(const ModelConfig& m, ParamTable& table, int layer, const std::string& name) {
-  return table.add({.name = layer_prefix(layer) + name + ".weight", .shape = {m.hidden_size}, .init = Init::one, .decay = false, .layer = layer});
+  return table.add({.name = layer_prefix(layer) + name + ".weight",
+                    .shape = {m.hidden_size},
+                    .init = Init::one,
+                    .decay = false,
+                    .layer = layer});
 }
 
 std::variant<Mlp, Moe> make_feed_forward(const ModelConfig& m, ParamTable& table, int layer, int moe_index) {
@@ -23,8 +27,18 @@ std::variant<Mlp, Moe> make_feed_forward(const ModelConfig& m, ParamTable& table
 
 Mix::Mix(const ModelConfig& m, ParamTable& table, int layer, UnitKind unit, const std::string& prefix)
     : eps_(m.rms_norm_eps),
-      gamma_(table.add({.name = prefix + "_norm.weight", .shape = {m.hidden_size}, .init = Init::one, .decay = false, .layer = layer, .unit = unit})),
-      query_(table.add({.name = prefix + "_proj.weight", .shape = {1, m.hidden_size}, .init = Init::zero, .decay = false, .layer = layer, .unit = unit})) {}
+      gamma_(table.add({.name = prefix + "_norm.weight",
+                        .shape = {m.hidden_size},
+                        .init = Init::one,
+                        .decay = false,
+                        .layer = layer,
+                        .unit = unit})),
+      query_(table.add({.name = prefix + "_proj.weight",
+                        .shape = {1, m.hidden_size},
+                        .init = Init::zero,
+                        .decay = false,
+                        .layer = layer,
+                        .unit = unit})) {}
 
 void Mix::forward(Pass& pass, std::span<const ConstTensor> sources, Tensor y, Tensor weights) const {
   ops::attn_res(pass.ctx, ops::AttnResForward{.sources = sources,
@@ -35,7 +49,8 @@ void Mix::forward(Pass& pass, std::span<const ConstTensor> sources, Tensor y, Te
                                               .weights = weights});
 }
 
-void Mix::backward(Pass& pass, ConstTensor dy, std::span<const ConstTensor> sources, ConstTensor weights, std::span<const Tensor> dsources) const {
+void Mix::backward(Pass& pass, ConstTensor dy, std::span<const ConstTensor> sources, ConstTensor weights,
+                   std::span<const Tensor> dsources) const {
   ops::attn_res(pass.ctx, ops::AttnResBackward{.dy = dy,
                                                .sources = sources,
                                                .gamma = pass.params.weight(gamma_),
@@ -52,9 +67,12 @@ Block::Block(const ModelConfig& m, ParamTable& table, int layer, int moe_index)
       residual_bank_(m.attn_res_block_size.has_value()),
       starts_block_(residual_bank_ && layer % *m.attn_res_block_size == 0),
       bank_before_(residual_bank_ ? (layer + *m.attn_res_block_size - 1) / *m.attn_res_block_size : 0),
-      attn_sub_{residual_bank_ ? std::optional<Mix>(Mix(m, table, layer, UnitKind::trunk, layer_prefix(layer) + "self_attention_res")) : std::nullopt,
+      attn_sub_{residual_bank_
+                    ? std::optional<Mix>(Mix(m, table, layer, UnitKind::trunk, layer_prefix(layer) + "self_attention_res"))
+                    : std::nullopt,
                 norm_param(m, table, layer, "input_layernorm")},
-      ffn_sub_{residual_bank_ ? std::optional<Mix>(Mix(m, table, layer, UnitKind::trunk, layer_prefix(layer) + "mlp_res")) : std::nullopt,
+      ffn_sub_{residual_bank_ ? std::optional<Mix>(Mix(m, table, layer, UnitKind::trunk, layer_prefix(layer) + "mlp_res"))
+                              : std::nullopt,
                norm_param(m, table, layer, "post_attention_layernorm")},
       attention_(m, table, layer),
       feed_forward_(make_feed_forward(m, table, layer, moe_index)) {}
@@ -76,14 +94,19 @@ void Block::enter(Pass& pass, const Sub& sub, std::span<const ConstTensor> bank,
   }
   k.normed = pass.keep(p.shape);
   k.in_r = pass.keep_real({p.shape[0]});
-  ops::rmsnorm(pass.ctx, ops::RmsNormForward{.x = k.in, .w = pass.params.weight(sub.norm), .y = k.normed, .r = k.in_r, .eps = eps_});
+  ops::rmsnorm(pass.ctx,
+               ops::RmsNormForward{.x = k.in, .w = pass.params.weight(sub.norm), .y = k.normed, .r = k.in_r, .eps = eps_});
 }
 
 // The adjoint of enter: dnormed is overwritten, its share of p is added to dp and that of the bank to dbank.
-void Block::leave(Pass& pass, const Sub& sub, std::span<const ConstTensor> bank, std::span<const Tensor> dbank, ConstTensor p, const SubKept& k,
-                  Tensor dnormed, Tensor dp) const {
-  ops::rmsnorm(pass.ctx, ops::RmsNormBackward{
-                             .dy = dnormed, .x = k.in, .w = pass.params.weight(sub.norm), .r = k.in_r, .dx = dnormed, .dw = pass.params.gradient(sub.norm)});
+void Block::leave(Pass& pass, const Sub& sub, std::span<const ConstTensor> bank, std::span<const Tensor> dbank, ConstTensor p,
+                  const SubKept& k, Tensor dnormed, Tensor dp) const {
+  ops::rmsnorm(pass.ctx, ops::RmsNormBackward{.dy = dnormed,
+                                              .x = k.in,
+                                              .w = pass.params.weight(sub.norm),
+                                              .r = k.in_r,
+                                              .dx = dnormed,
+                                              .dw = pass.params.gradient(sub.norm)});
   if (!k.mixed.present()) return ops::add(pass.ctx, ops::Add{.x = dnormed, .y = dp});
   std::vector<ConstTensor> sources(bank.begin(), bank.end());
   std::vector<Tensor> dsources(dbank.begin(), dbank.end());
@@ -100,15 +123,19 @@ void Block::forward(Pass& pass, Bank& bank, ConstTensor p_in, Kept& k, const Dec
   enter(pass, attn_sub_, before, p_in, k.attn);
   attention_.forward(pass, k.attn.normed, k.attention, decisions.attention, y);
   k.p_mid = pass.keep(p_in.shape);
-  if (starts_block_) ops::copy(pass.ctx, ops::Copy{.x = y, .y = k.p_mid});
-  else ops::sum(pass.ctx, ops::Sum{.a = p_in, .b = y, .y = k.p_mid});
+  if (starts_block_)
+    ops::copy(pass.ctx, ops::Copy{.x = y, .y = k.p_mid});
+  else
+    ops::sum(pass.ctx, ops::Sum{.a = p_in, .b = y, .y = k.p_mid});
 
   // A recomputed layer finds the bank as it left it and does not append twice.
   if (starts_block_ && std::int64_t(bank.rows.size()) == bank_before_) bank.rows.push_back(p_in);
   const auto after = std::span(bank.rows).first(std::size_t(bank_before_ + starts_block_));
   enter(pass, ffn_sub_, after, k.p_mid, k.ffn);
-  if (const Moe* m = moe()) m->forward(pass, k.ffn.normed, k.feed_forward.emplace<Moe::Kept>(), decisions.experts, y);
-  else std::get<Mlp>(feed_forward_).forward(pass, k.ffn.normed, k.feed_forward.emplace<Mlp::Kept>(), y);
+  if (const Moe* m = moe())
+    m->forward(pass, k.ffn.normed, k.feed_forward.emplace<Moe::Kept>(), decisions.experts, y);
+  else
+    std::get<Mlp>(feed_forward_).forward(pass, k.ffn.normed, k.feed_forward.emplace<Mlp::Kept>(), y);
   ops::sum(pass.ctx, ops::Sum{.a = k.p_mid, .b = y, .y = p_out});
 }
 
@@ -120,15 +147,19 @@ void Block::backward(Pass& pass, Bank& bank, const Kept& k, const Decisions& dec
   const auto before = std::size_t(bank_before_), after = std::size_t(bank_before_ + starts_block_);
 
   ops::copy(pass.ctx, ops::Copy{.x = dp, .y = dy});
-  if (const Moe* m = moe()) m->backward(pass, std::get<Moe::Kept>(k.feed_forward), decisions.experts, dy, dx);
-  else std::get<Mlp>(feed_forward_).backward(pass, std::get<Mlp::Kept>(k.feed_forward), dy, dx);
-  leave(pass, ffn_sub_, residual_bank_ ? rows.first(after) : rows, residual_bank_ ? drows.first(after) : drows, k.p_mid, k.ffn, dx, dp);
+  if (const Moe* m = moe())
+    m->backward(pass, std::get<Moe::Kept>(k.feed_forward), decisions.experts, dy, dx);
+  else
+    std::get<Mlp>(feed_forward_).backward(pass, std::get<Mlp::Kept>(k.feed_forward), dy, dx);
+  leave(pass, ffn_sub_, residual_bank_ ? rows.first(after) : rows, residual_bank_ ? drows.first(after) : drows, k.p_mid, k.ffn, dx,
+        dp);
 
   ops::copy(pass.ctx, ops::Copy{.x = dp, .y = dy});
   attention_.backward(pass, k.attention, decisions.attention, dy, dx);
   // Where a block starts, p_mid holds no p_in; p_in went into the bank, whose gradient is complete: every later mix has run.
   if (starts_block_) ops::copy(pass.ctx, ops::Copy{.x = drows[before], .y = dp});
-  leave(pass, attn_sub_, residual_bank_ ? rows.first(before) : rows, residual_bank_ ? drows.first(before) : drows, k.p_in, k.attn, dx, dp);
+  leave(pass, attn_sub_, residual_bank_ ? rows.first(before) : rows, residual_bank_ ? drows.first(before) : drows, k.p_in, k.attn,
+        dx, dp);
 }
 
 }  // namespace moetrain::core

@@ -16,8 +16,8 @@ namespace moetrain::core {
 
 // Rows of attention residuals before a layer: ceil(layer / size).
 struct Bank {
-  std::vector<ConstTensor> rows;    // (T, D) each, in the order they were finished
-  std::vector<Tensor> gradients;    // (T, D) real each; every later mix adds to them
+  std::vector<ConstTensor> rows;  // (T, D) each, in the order they were finished
+  std::vector<Tensor> gradients;  // (T, D) real each; every later mix adds to them
 };
 
 // The learned query of one mix (ops/attn_res.h).
@@ -25,7 +25,8 @@ class Mix {
  public:
   Mix(const ModelConfig& model, ParamTable& table, int layer, UnitKind unit, const std::string& prefix);
   void forward(Pass& pass, std::span<const ConstTensor> sources, Tensor y, Tensor weights) const;
-  void backward(Pass& pass, ConstTensor dy, std::span<const ConstTensor> sources, ConstTensor weights, std::span<const Tensor> dsources) const;
+  void backward(Pass& pass, ConstTensor dy, std::span<const ConstTensor> sources, ConstTensor weights,
+                std::span<const Tensor> dsources) const;
 
  private:
   double eps_;
@@ -34,17 +35,17 @@ class Mix {
 
 class Block {
  public:
-  struct Decisions {        // kept also when the rest of the block is recomputed
+  struct Decisions {  // kept also when the rest of the block is recomputed
     Tensor attention, experts;
   };
-  struct SubKept {          // before attention, and before the feed-forward
+  struct SubKept {              // before attention, and before the feed-forward
     Tensor mixed, mix_weights;  // (T, D), (T, sources) real; absent without a mix
     ConstTensor in;             // (T, D) what the norm reads
     Tensor in_r, normed;        // (T) real, (T, D)
   };
   struct Kept {
-    ConstTensor p_in;       // (T, D)
-    Tensor p_mid;           // (T, D) after attention
+    ConstTensor p_in;  // (T, D)
+    Tensor p_mid;      // (T, D) after attention
     SubKept attn, ffn;
     Attention::Kept attention;
     std::variant<std::monostate, Mlp::Kept, Moe::Kept> feed_forward;
@@ -64,8 +65,8 @@ class Block {
     int norm;
   };
   void enter(Pass& pass, const Sub& sub, std::span<const ConstTensor> bank, ConstTensor p, SubKept& kept) const;
-  void leave(Pass& pass, const Sub& sub, std::span<const ConstTensor> bank, std::span<const Tensor> dbank, ConstTensor p, const SubKept& kept,
-             Tensor dnormed, Tensor dp) const;
+  void leave(Pass& pass, const Sub& sub, std::span<const ConstTensor> bank, std::span<const Tensor> dbank, ConstTensor p,
+             const SubKept& kept, Tensor dnormed, Tensor dp) const;
 
   double eps_;
   bool residual_bank_, starts_block_;

@@ -345,6 +345,10 @@ void read_rows(Trainer& t, const io::Hdf5File& view, const std::string& dataset,
 
 }  // namespace
 
+void check_same_run(const Config& config, const std::string& path) {
+  check_same_run(config_to_yaml(config), io::parse_yaml(io::Hdf5File::open(path + "/" + kView).read_text("job"), path + ":/job"), path);
+}
+
 void load_checkpoint(Trainer& t, const std::string& path, bool same_run) {
   auto& control = *t.mesh().world().control;
   std::vector<FileSum> shards;

@@ -26,6 +26,9 @@ void save_checkpoint(Trainer& trainer, const std::string& folder, std::int64_t k
 // of the job in the checkpoint must be those of this run (the layout may differ); otherwise only names, shapes and types must fit.
 void load_checkpoint(Trainer& trainer, const std::string& path, bool same_run);
 
+// An Error that names the first difference when the checkpoint at `path` belongs to a run of another model, data or optimizer.
+void check_same_run(const Config& config, const std::string& path);
+
 // The step folder that <folder>/latest names; empty when there is no checkpoint. An Error when `latest` names what is not there.
 std::string latest_checkpoint(const std::string& folder);
 

@@ -154,7 +154,8 @@ void check_experts(Findings& f, const Config& c) {
   f.require(
       c.moe.balance != Balance::quantile || K != kept, {"moe.balance", "model.num_experts_per_token"},
       "quantile needs fewer experts a token than the " + text(kept) + " it may choose from; num_experts_per_token is " + text(K));
-  f.require(c.moe.balance != Balance::auxiliary || c.moe.auxiliary_scope != AuxiliaryScope::global_batch || c.training.gradient_accumulation == 1,
+  f.require(c.moe.balance != Balance::auxiliary || c.moe.auxiliary_scope != AuxiliaryScope::global_batch ||
+                c.training.gradient_accumulation == 1,
             {"moe.auxiliary_scope", "training.gradient_accumulation"},
             "global_batch takes the load of the whole batch, which is known only with gradient_accumulation 1, not " +
                 text(c.training.gradient_accumulation));

@@ -21,8 +21,11 @@ std::int64_t chosen_vocab_chunk(std::int64_t asked, std::int64_t seq_chunk, std:
 Head::Head(const ModelConfig& m, ParamTable& table, int embedding)
     : eps_(m.rms_norm_eps),
       mix_(m.attn_res_block_size ? std::optional<Mix>(Mix(m, table, -1, UnitKind::head, "model.output_attn_res")) : std::nullopt),
-      norm_(table.add({.name = "model.norm.weight", .shape = {m.hidden_size}, .init = Init::one, .decay = false, .unit = UnitKind::head})),
-      weight_(m.tie_word_embeddings ? embedding : table.add({.name = "lm_head.weight", .shape = {m.vocab_size, m.hidden_size}, .unit = UnitKind::head})) {}
+      norm_(table.add(
+          {.name = "model.norm.weight", .shape = {m.hidden_size}, .init = Init::one, .decay = false, .unit = UnitKind::head})),
+      weight_(m.tie_word_embeddings
+                  ? embedding
+                  : table.add({.name = "lm_head.weight", .shape = {m.vocab_size, m.hidden_size}, .unit = UnitKind::head})) {}
 
 void Head::forward(Pass& pass, const Bank& bank, ConstTensor p, Kept& k) const {
   k = {};
@@ -43,23 +46,26 @@ void Head::forward(Pass& pass, const Bank& bank, ConstTensor p, Kept& k) const {
   const ConstTensor w = pass.params.weight(weight_);
   const std::int64_t seq_chunk = chosen_seq_chunk(pass.config.loss.seq_chunk);
   const auto category = pass.ctx.scratch.set_category(Category::loss);
-  ops::cross_entropy(pass.ctx, ops::CrossEntropy{.hidden = k.hidden,
-                                                 .weight = w,
-                                                 .labels = pass.batch.labels,
-                                                 .seq_chunk = seq_chunk,
-                                                 .vocab_chunk = chosen_vocab_chunk(pass.config.loss.vocab_chunk, seq_chunk, w.shape[0]),
-                                                 .gradient_scale = pass.scales.per_label,
-                                                 .loss = pass.losses.lm,
-                                                 .dhidden = k.dhidden,
-                                                 .dweight = training ? pass.params.gradient(weight_) : Tensor{}});
+  ops::cross_entropy(pass.ctx,
+                     ops::CrossEntropy{.hidden = k.hidden,
+                                       .weight = w,
+                                       .labels = pass.batch.labels,
+                                       .seq_chunk = seq_chunk,
+                                       .vocab_chunk = chosen_vocab_chunk(pass.config.loss.vocab_chunk, seq_chunk, w.shape[0]),
+                                       .gradient_scale = pass.scales.per_label,
+                                       .loss = pass.losses.lm,
+                                       .dhidden = k.dhidden,
+                                       .dweight = training ? pass.params.gradient(weight_) : Tensor{}});
   pass.ctx.scratch.set_category(category);
 }
 
 void Head::backward(Pass& pass, Bank& bank, const Kept& k, Tensor dp) const {
   Scope scope(pass.ctx.scratch);
   const Tensor din = pass.scratch(k.p.shape);
-  ops::rmsnorm(pass.ctx, ops::RmsNormBackward{
-                             .dy = k.dhidden, .x = k.in, .w = pass.params.weight(norm_), .r = k.in_r, .dx = din, .dw = pass.params.gradient(norm_)});
+  ops::rmsnorm(
+      pass.ctx,
+      ops::RmsNormBackward{
+          .dy = k.dhidden, .x = k.in, .w = pass.params.weight(norm_), .r = k.in_r, .dx = din, .dw = pass.params.gradient(norm_)});
   if (!mix_) return ops::copy(pass.ctx, ops::Copy{.x = din, .y = dp});
   fill(pass.ctx.device(), dp.data, 0, dp.bytes());
   std::vector<ConstTensor> sources(bank.rows);

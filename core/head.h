@@ -9,10 +9,10 @@ namespace moetrain::core {
 class Head {
  public:
   struct Kept {
-    ConstTensor p;                    // (T, D) the last layer's sum
-    Tensor mixed, mix_weights;        // (T, D), (T, sources) real; absent without attention residuals
-    ConstTensor in;                   // (T, D) what the norm reads
-    Tensor in_r, hidden, dhidden;     // (T) real, (T, D), (T, D)
+    ConstTensor p;                 // (T, D) the last layer's sum
+    Tensor mixed, mix_weights;     // (T, D), (T, sources) real; absent without attention residuals
+    ConstTensor in;                // (T, D) what the norm reads
+    Tensor in_r, hidden, dhidden;  // (T) real, (T, D), (T, D)
   };
   // embedding: the table's index, used as head weight when tied.
   Head(const ModelConfig& model, ParamTable& table, int embedding);

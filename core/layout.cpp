@@ -9,11 +9,16 @@ namespace {
 
 std::string unit_name(UnitKind kind, int layer) {
   switch (kind) {
-    case UnitKind::embedding: return "embedding";
-    case UnitKind::head: return "head";
-    case UnitKind::router_bias: return "router_bias";
-    case UnitKind::trunk: return "trunk." + std::to_string(layer);
-    case UnitKind::experts: return "experts." + std::to_string(layer);
+    case UnitKind::embedding:
+      return "embedding";
+    case UnitKind::head:
+      return "head";
+    case UnitKind::router_bias:
+      return "router_bias";
+    case UnitKind::trunk:
+      return "trunk." + std::to_string(layer);
+    case UnitKind::experts:
+      return "experts." + std::to_string(layer);
   }
   return {};
 }
@@ -50,11 +55,21 @@ Layout make_layout(const Config& config, const ParamTable& table, parallel::Mesh
     }
     l.units[std::size_t(it->second)].tensors.push_back(i);
     switch (p.unit) {
-      case UnitKind::embedding: l.embedding = it->second; break;
-      case UnitKind::head: l.head = it->second; break;
-      case UnitKind::router_bias: l.router_bias = it->second; break;
-      case UnitKind::trunk: l.trunk[std::size_t(p.layer)] = it->second; break;
-      case UnitKind::experts: l.experts[std::size_t(p.layer)] = it->second; break;
+      case UnitKind::embedding:
+        l.embedding = it->second;
+        break;
+      case UnitKind::head:
+        l.head = it->second;
+        break;
+      case UnitKind::router_bias:
+        l.router_bias = it->second;
+        break;
+      case UnitKind::trunk:
+        l.trunk[std::size_t(p.layer)] = it->second;
+        break;
+      case UnitKind::experts:
+        l.experts[std::size_t(p.layer)] = it->second;
+        break;
     }
   }
   return l;

@@ -15,7 +15,7 @@ struct Layout {
   std::vector<std::int64_t> first_row;           // of the whole tensor's dim 0, for the local tensor's row 0
   std::vector<parallel::Unit> units;
   int embedding = -1, head = -1, router_bias = -1;
-  std::vector<int> trunk, experts;               // by layer; -1: none
+  std::vector<int> trunk, experts;  // by layer; -1: none
 };
 Layout make_layout(const Config& config, const ParamTable& table, parallel::Mesh& mesh);
 

@@ -28,8 +28,10 @@ void Mlp::backward(Pass& pass, const Kept& k, ConstTensor dy, Tensor dx) const {
   Scope scope(pass.ctx.scratch);
   const Tensor dgate = pass.scratch({pass.T(), F_}), dup = pass.scratch({pass.T(), F_});
   project_backward(pass, down_, dy, k.act, dgate);
-  ops::glu(pass.ctx, ops::GluBackward{
-                         .kind = act_, .beta = beta_, .linear_beta = linear_beta_, .dy = dgate, .g = k.gate, .u = k.up, .dg = dgate, .du = dup});
+  ops::glu(
+      pass.ctx,
+      ops::GluBackward{
+          .kind = act_, .beta = beta_, .linear_beta = linear_beta_, .dy = dgate, .g = k.gate, .u = k.up, .dg = dgate, .du = dup});
   project_backward(pass, gate_, dgate, k.x, dx);
   project_backward(pass, up_, dup, k.x, dx, true);
 }

@@ -40,7 +40,9 @@ Moe::Moe(const ModelConfig& m, ParamTable& table, int layer, int moe_index)
     down_ = table.add({.name = prefix + "routed_expert_down_proj.weight", .shape = {Z_, D_}, .layer = layer});
     up_ = table.add({.name = prefix + "routed_expert_up_proj.weight", .shape = {D_, Z_}, .layer = layer});
   }
-  if (norm_) norm_id_ = table.add({.name = prefix + "routed_expert_norm.weight", .shape = {Z_}, .init = Init::one, .decay = false, .layer = layer});
+  if (norm_)
+    norm_id_ =
+        table.add({.name = prefix + "routed_expert_norm.weight", .shape = {Z_}, .init = Init::one, .decay = false, .layer = layer});
   w1_ = expert("w1", F_, Z_);
   w2_ = expert("w2", Z_, F_);
   w3_ = expert("w3", F_, Z_);
@@ -69,10 +71,11 @@ void Moe::count(Pass& pass, const Kept& k, ConstTensor experts, ConstTensor cuto
   ops::expert_count(pass.ctx, ops::ExpertCount{.experts = experts, .counts = counts});
   if (sums.histogram.present() && cutoff.present())
     ops::quantile_histogram(
-        pass.ctx, ops::QuantileHistogram{.logits = k.logits,
-                                         .cutoff = cutoff,
-                                         .bias = pass.params.weight(bias_),
-                                         .histogram = sums.histogram.rows(moe_index_, moe_index_ + 1).reshape({E_, sums.histogram.shape[2]})});
+        pass.ctx, ops::QuantileHistogram{
+                      .logits = k.logits,
+                      .cutoff = cutoff,
+                      .bias = pass.params.weight(bias_),
+                      .histogram = sums.histogram.rows(moe_index_, moe_index_ + 1).reshape({E_, sums.histogram.shape[2]})});
   if (sums.global.present()) {
     const Tensor global = sums.global.rows(moe_index_, moe_index_ + 1).reshape({E_});
     fill(pass.ctx.device(), global.data, 0, global.bytes());
@@ -89,18 +92,21 @@ void Moe::balance_losses(Pass& pass, const Kept& k, ConstTensor experts, Tensor 
     const std::int64_t whole[2] = {0, pass.T()};
     const bool by_sequence = moe.auxiliary_scope == AuxiliaryScope::sequence;
     const bool global = moe.auxiliary_scope == AuxiliaryScope::global_batch;
-    ops::auxiliary_loss(pass.ctx,
-                        ops::AuxiliaryLoss{.logits = k.logits,
-                                           .experts = experts,
-                                           .groups = by_sequence ? pass.batch.sequences : std::span<const std::int64_t>(whole),
-                                           .counts = global ? ConstTensor(pass.balance.global.rows(moe_index_, moe_index_ + 1).reshape({E_})) : ConstTensor{},
-                                           .scale = moe.auxiliary_coefficient *
-                                                    (by_sequence ? pass.scales.per_sequence : pass.scales.per_token * double(pass.T())),
-                                           .loss = loss,
-                                           .dlogits = dlogits});
+    ops::auxiliary_loss(
+        pass.ctx,
+        ops::AuxiliaryLoss{
+            .logits = k.logits,
+            .experts = experts,
+            .groups = by_sequence ? pass.batch.sequences : std::span<const std::int64_t>(whole),
+            .counts = global ? ConstTensor(pass.balance.global.rows(moe_index_, moe_index_ + 1).reshape({E_})) : ConstTensor{},
+            .scale =
+                moe.auxiliary_coefficient * (by_sequence ? pass.scales.per_sequence : pass.scales.per_token * double(pass.T())),
+            .loss = loss,
+            .dlogits = dlogits});
   }
   if (moe.z_loss != 0)
-    ops::z_loss(pass.ctx, ops::ZLoss{.logits = k.logits, .scale = moe.z_loss * pass.scales.per_token, .loss = loss, .dlogits = dlogits});
+    ops::z_loss(pass.ctx,
+                ops::ZLoss{.logits = k.logits, .scale = moe.z_loss * pass.scales.per_token, .loss = loss, .dlogits = dlogits});
 }
 
 void Moe::run_experts(Pass& pass, ConstTensor z, Kept& k, ConstTensor experts) const {
@@ -157,8 +163,9 @@ void Moe::forward(Pass& pass, ConstTensor x, Kept& k, Tensor experts, Tensor y) 
     if (norm_) {
       k.combined_r = pass.keep_real({pass.T()});
       k.normed = pass.keep({pass.T(), Z_});
-      ops::rmsnorm(ctx, ops::RmsNormForward{
-                            .x = k.combined, .w = pass.params.weight(norm_id_), .y = k.normed, .r = k.combined_r, .eps = norm_eps_});
+      ops::rmsnorm(ctx,
+                   ops::RmsNormForward{
+                       .x = k.combined, .w = pass.params.weight(norm_id_), .y = k.normed, .r = k.combined_r, .eps = norm_eps_});
       latent = k.normed;
     }
     project(pass, up_, latent, y);
@@ -180,8 +187,10 @@ void Moe::run_experts_backward(Pass& pass, const Kept& k, ConstTensor dcombined,
   pass.exchange->out(ctx, k.plan, dslots, dreceived);
   const Tensor dgate = pass.scratch({R, F_}), dup = pass.scratch({R, F_});
   project_grouped_backward(pass, w2_, k.plan.offsets, dreceived, k.act, dgate);
-  ops::glu(ctx, ops::GluBackward{
-                    .kind = act_, .beta = beta_, .linear_beta = linear_beta_, .dy = dgate, .g = k.gate, .u = k.up, .dg = dgate, .du = dup});
+  ops::glu(
+      ctx,
+      ops::GluBackward{
+          .kind = act_, .beta = beta_, .linear_beta = linear_beta_, .dy = dgate, .g = k.gate, .u = k.up, .dg = dgate, .du = dup});
   project_grouped_backward(pass, w1_, k.plan.offsets, dgate, k.received, dreceived);
   project_grouped_backward(pass, w3_, k.plan.offsets, dup, k.received, dreceived, true);
   pass.exchange->back(ctx, k.plan, dreceived, dslots);
@@ -191,8 +200,10 @@ void Moe::run_experts_backward(Pass& pass, const Kept& k, ConstTensor dcombined,
 void Moe::backward(Pass& pass, const Kept& k, ConstTensor experts, ConstTensor dy, Tensor dx) const {
   auto& ctx = pass.ctx;
   Scope scope(ctx.scratch);
-  if (shared_) shared_->backward(pass, k.shared, dy, dx);
-  else fill(ctx.device(), dx.data, 0, dx.bytes());
+  if (shared_)
+    shared_->backward(pass, k.shared, dy, dx);
+  else
+    fill(ctx.device(), dx.data, 0, dx.bytes());
 
   ConstTensor dcombined = dy;
   if (latent_) {
@@ -209,11 +220,14 @@ void Moe::backward(Pass& pass, const Kept& k, ConstTensor experts, ConstTensor d
   }
   const Tensor dweights = pass.scratch_real({pass.T(), K_}), dz = pass.scratch({pass.T(), Z_});
   run_experts_backward(pass, k, dcombined, dz, dweights);
-  if (latent_) project_backward(pass, down_, dz, k.x, dx, true);
-  else ops::add(ctx, ops::Add{.x = dz, .y = dx});
+  if (latent_)
+    project_backward(pass, down_, dz, k.x, dx, true);
+  else
+    ops::add(ctx, ops::Add{.x = dz, .y = dx});
 
   const Tensor dlogits = pass.scratch_real({pass.T(), E_}), counted = ctx.scratch.zeros(pass.real(), {1});
-  ops::router(ctx, ops::RouterBackward{.dweights = dweights, .logits = k.logits, .experts = experts, .rule = rule_, .dlogits = dlogits});
+  ops::router(ctx,
+              ops::RouterBackward{.dweights = dweights, .logits = k.logits, .experts = experts, .rule = rule_, .dlogits = dlogits});
   balance_losses(pass, k, experts, counted, dlogits);
   project_backward(pass, router_, dlogits, k.x, dx, true);
 }

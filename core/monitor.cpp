@@ -84,16 +84,19 @@ std::string step_line(const Config& c, const StepResult& r, const StepMeasures& 
   const auto load = expert_load(r.expert_tokens, moe_layers, c.model.num_experts);
   const int width = int(std::to_string(c.training.steps).size());
   char line[256], part[64];
-  std::snprintf(line, sizeof line, "step %*lld/%lld  loss %8.4f  norm %9.3g  lr %.2e  %8.0f tok/s", width, static_cast<long long>(r.step),
-                static_cast<long long>(c.training.steps), r.loss, r.grad_norm, r.lr, m.seconds > 0 ? double(r.tokens) / m.seconds : 0);
+  std::snprintf(line, sizeof line, "step %*lld/%lld  loss %8.4f  norm %9.3g  lr %.2e  %8.0f tok/s", width,
+                static_cast<long long>(r.step), static_cast<long long>(c.training.steps), r.loss, r.grad_norm, r.lr,
+                m.seconds > 0 ? double(r.tokens) / m.seconds : 0);
   std::string text = line;
   if (load) {
     std::snprintf(part, sizeof part, "  load %5.2f", load->max);
     text += part;
   }
   const auto left = static_cast<long long>(seconds_left + 0.5);
-  if (left >= 3600) std::snprintf(part, sizeof part, "  left %lld:%02lld:%02lld", left / 3600, left / 60 % 60, left % 60);
-  else std::snprintf(part, sizeof part, "  left %lld:%02lld", left / 60, left % 60);
+  if (left >= 3600)
+    std::snprintf(part, sizeof part, "  left %lld:%02lld:%02lld", left / 3600, left / 60 % 60, left % 60);
+  else
+    std::snprintf(part, sizeof part, "  left %lld:%02lld", left / 60, left % 60);
   text += part;
   if (m.eval_loss) {
     std::snprintf(part, sizeof part, "  eval %.4f", *m.eval_loss);

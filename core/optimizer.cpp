@@ -44,7 +44,8 @@ double Optimizer::norm(ops::Context& ctx, parallel::Communicator& everyone) {
   Scope scope(ctx.scratch);
   const Tensor sum = ctx.scratch.zeros(DType::f64, {1});
   for (int i = 0; i < table_.size(); ++i)
-    if (table_[i].trainable) ops::sum_of_squares(ctx, ops::SumOfSquares{.x = params_.stored_gradient(i, params_.shard(i)), .sum = sum});
+    if (table_[i].trainable)
+      ops::sum_of_squares(ctx, ops::SumOfSquares{.x = params_.stored_gradient(i, params_.shard(i)), .sum = sum});
   double mine = 0;
   copy_to_host(ctx.device(), &mine, sum.data, sum.bytes());
   std::vector<double> parts(std::size_t(everyone.size()));

@@ -29,7 +29,7 @@ class Optimizer {
 
  private:
   struct State {
-    OwnedTensor master;               // only where the weight is not its own master
+    OwnedTensor master;  // only where the weight is not its own master
     OwnedTensor exp_avg, exp_avg_sq;
   };
   Tensor rows_of(const OwnedTensor& t, int i, parallel::Rows rows) const;
@@ -37,7 +37,7 @@ class Optimizer {
   OptimizerConfig config_;
   const ParamTable& table_;
   parallel::ShardedParams& params_;
-  std::vector<State> states_;         // by parameter
+  std::vector<State> states_;  // by parameter
   std::int64_t updates_ = 0;
 };
 

@@ -46,11 +46,16 @@ double initial_value(const Param& p, double initializer_range, std::uint64_t see
   const auto stream = ops::stream_of(p.name);
   const auto i = std::uint64_t(index);
   switch (p.init) {
-    case Init::normal: return initializer_range * ops::normal(seed, stream, i);
-    case Init::one: return 1;
-    case Init::zero: return 0;
-    case Init::conv: return (2 * ops::uniform(seed, stream, i) - 1) / std::sqrt(double(p.shape[2]));
-    case Init::log_decay: return std::log(1 + 15 * ops::uniform(seed, stream, i));
+    case Init::normal:
+      return initializer_range * ops::normal(seed, stream, i);
+    case Init::one:
+      return 1;
+    case Init::zero:
+      return 0;
+    case Init::conv:
+      return (2 * ops::uniform(seed, stream, i) - 1) / std::sqrt(double(p.shape[2]));
+    case Init::log_decay:
+      return std::log(1 + 15 * ops::uniform(seed, stream, i));
     case Init::dt_bias: {
       const double low = std::log(1e-3), high = std::log(1e-1);
       const double dt = std::max(1e-4, std::exp(low + (high - low) * ops::uniform(seed, stream, i)));
@@ -66,9 +71,12 @@ void initialize_rows(const Param& p, double initializer_range, std::uint64_t see
 #pragma omp parallel for if (n > 10000)
   for (std::int64_t i = 0; i < n; ++i) {
     const double v = initial_value(p, initializer_range, seed, first + i);
-    if (to.dtype == DType::f64) static_cast<double*>(to.data)[i] = v;
-    else if (to.dtype == DType::f32) static_cast<float*>(to.data)[i] = float(v);
-    else static_cast<bf16*>(to.data)[i] = bf16(v);
+    if (to.dtype == DType::f64)
+      static_cast<double*>(to.data)[i] = v;
+    else if (to.dtype == DType::f32)
+      static_cast<float*>(to.data)[i] = float(v);
+    else
+      static_cast<bf16*>(to.data)[i] = bf16(v);
   }
 }
 

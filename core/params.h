@@ -12,24 +12,24 @@
 namespace moetrain::core {
 
 enum class Init : std::uint8_t {
-  normal,        // N(0, initializer_range^2)
-  one,           // norms
-  zero,          // AttnRes queries, biases
-  conv,          // U(-k^-1/2, k^-1/2), k the taps of a channel
-  log_decay,     // log U(1, 16): softplus gate
-  dt_bias        // inverse softplus of dt = exp U(log 1e-3, log 1e-1), at least 1e-4
+  normal,     // N(0, initializer_range^2)
+  one,        // norms
+  zero,       // AttnRes queries, biases
+  conv,       // U(-k^-1/2, k^-1/2), k the taps of a channel
+  log_decay,  // log U(1, 16): softplus gate
+  dt_bias     // inverse softplus of dt = exp U(log 1e-3, log 1e-1), at least 1e-4
 };
 
 // Which kind of rank group cuts a parameter, and when it is gathered.
 enum class UnitKind : std::uint8_t { embedding, trunk, experts, head, router_bias };
 
 struct Param {
-  std::string name;       // of the public checkpoint; the experts of a layer stacked on dim 0
-  Shape shape;            // whole
+  std::string name;  // of the public checkpoint; the experts of a layer stacked on dim 0
+  Shape shape;       // whole
   Init init = Init::normal;
-  bool decay = true;      // weight decay: matrices, not norms, gates, convolutions, queries
-  bool pinned = false;    // kept in fp32 (fp64 in an fp64 run) when weights are bf16; its own master
-  int layer = -1;         // -1: outside the blocks
+  bool decay = true;    // weight decay: matrices, not norms, gates, convolutions, queries
+  bool pinned = false;  // kept in fp32 (fp64 in an fp64 run) when weights are bf16; its own master
+  int layer = -1;       // -1: outside the blocks
   UnitKind unit = UnitKind::trunk;
   bool trainable = true;  // has a gradient
   bool frozen = false;    // left out by training.trainable: nothing changes it, balancing neither
@@ -37,13 +37,13 @@ struct Param {
 
 class ParamTable {
  public:
-  int add(Param p);                              // its index
-  int find(const std::string& name) const;       // -1: no such parameter
+  int add(Param p);                         // its index
+  int find(const std::string& name) const;  // -1: no such parameter
   const std::vector<Param>& all() const { return params_; }
   const Param& operator[](int i) const { return params_[std::size_t(i)]; }
   int size() const { return int(params_.size()); }
   void freeze_all_but(const std::vector<std::string>& patterns);  // * and ?; a pattern that matches nothing is an Error
-  std::int64_t count() const;                    // elements
+  std::int64_t count() const;                                     // elements
 
  private:
   std::vector<Param> params_;

@@ -12,10 +12,10 @@ namespace moetrain::core {
 
 // One micro-batch of this rank, on the device.
 struct MicroBatch {
-  ConstTensor tokens;                        // (T) i32
-  ConstTensor labels;                        // (T) i32, -100: ignored
-  ops::Documents documents;                  // of the T tokens
-  std::span<const std::int64_t> sequences;   // (B+1) offsets
+  ConstTensor tokens;                       // (T) i32
+  ConstTensor labels;                       // (T) i32, -100: ignored
+  ops::Documents documents;                 // of the T tokens
+  std::span<const std::int64_t> sequences;  // (B+1) offsets
   std::int64_t T() const { return tokens.shape[0]; }
   std::int64_t B() const { return std::int64_t(sequences.size()) - 1; }
 };
@@ -27,9 +27,9 @@ struct Scales {
 
 // Running sums of this rank over the micro-batches of a step.
 struct LossSums {
-  Tensor lm;        // (1) real, sum over labels
-  Tensor balance;   // (1) real, already scaled
-  Tensor indexer;   // (1) real, sum over rows and layers
+  Tensor lm;       // (1) real, sum over labels
+  Tensor balance;  // (1) real, already scaled
+  Tensor indexer;  // (1) real, sum over rows and layers
 };
 
 // What balancing needs of a step: exact integers of this rank.
@@ -48,7 +48,7 @@ enum class PassMode : std::uint8_t {
 
 struct Pass {
   ops::Context& ctx;
-  Stack& kept;                         // what forward keeps for backward
+  Stack& kept;  // what forward keeps for backward
   parallel::ShardedParams& params;
   parallel::ExpertExchange* exchange;  // null without experts
   parallel::Communicator& everyone;    // the ranks that share a global batch
@@ -58,7 +58,7 @@ struct Pass {
   LossSums losses;
   BalanceSums balance;
   PassMode mode = PassMode::train;
-  DType dtype = DType::f32;            // of activations
+  DType dtype = DType::f32;  // of activations
 
   DType real() const { return real_of(dtype); }
   std::int64_t T() const { return batch.T(); }

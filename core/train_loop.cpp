@@ -21,14 +21,14 @@ namespace moetrain::core {
 namespace fs = std::filesystem;
 namespace {
 
-io::DataOptions data_options(const Config& c, const std::vector<std::string>& paths) {
+io::DataOptions data_options(const Config& c, const std::vector<std::string>& paths, const std::vector<std::string>& exclude) {
   return {.paths = paths,
           .format = c.data.format,
           .sequence_length = c.data.sequence_length,
           .packing = c.data.packing,
           .shuffle = c.data.shuffle,
           .seed = c.run.seed,
-          .exclude = paths == c.data.train ? c.data.exclude : std::vector<std::string>{},
+          .exclude = exclude,
           .vocab_size = c.model.vocab_size};
 }
 
@@ -87,6 +87,7 @@ class Run {
   bool main_rank() const { return control_.rank() == 0; }
 
   ExitCode all_of_it() {
+    compare_jobs();
     together(control_, [&] { open_data(); });
     start();
     reached();
@@ -119,25 +120,45 @@ class Run {
     if (options_.reached) options_.reached(trainer_.progress().step);
   }
 
-  void open_data() {
-    train_ = std::make_unique<io::BatchSource>(data_options(config_, config_.data.train));
-    if (config_.data.eval.empty()) return;
-    eval_ = std::make_unique<io::BatchSource>(data_options(config_, config_.data.eval));
-    // Every evaluation reads the same sequences: what is wrong with them is found before the first step, and on all ranks together.
-    const std::int64_t count = config_.training.micro_batch_size, coordinates = trainer_.mesh().data_coordinates();
-    for (std::int64_t m = 0; m < config_.training.eval_batches; ++m)
-      eval_->read((m * coordinates + trainer_.mesh().data_coordinate()) * count, count);
+  // One job on all ranks, also where a preset is read from a disk of each rank's own.
+  void compare_jobs() {
+    const std::string mine = io::to_yaml(config_to_yaml(config_));
+    std::string first = mine;
+    std::int64_t length = std::int64_t(first.size());
+    control_.broadcast(&length, sizeof length, 0);
+    first.resize(std::size_t(length));
+    control_.broadcast(first.data(), length, 0);
+    together(control_, [&] {
+      if (mine != first)
+        throw Error("this rank understands the job otherwise than rank 0; is model.preset another file here?", ExitCode::bad_job);
+    });
   }
 
-  // Weights: fresh, or those of a checkpoint.
+  // Every evaluation reads the same sequences: read once, what is wrong with them is found before the first step.
+  void open_data() {
+    train_ = std::make_unique<io::BatchSource>(data_options(config_, config_.data.train, config_.data.exclude));
+    if (config_.data.eval.empty()) return;
+    held_out_ =
+        trainer_.evaluation_batches(io::BatchSource(data_options(config_, config_.data.eval, {})), config_.training.eval_batches);
+  }
+
+  // Weights: fresh, or those of a checkpoint. Rank 0 decides, since another rank may see an older state of a shared disk.
   void start() {
     std::string from;
     together(control_, [&] {
-      if (options_.resume == "auto")
-        from = latest_checkpoint(checkpoints_);
-      else if (options_.resume != "never")
-        from = options_.resume;
+      if (!main_rank()) return;
+      const std::string latest = latest_checkpoint(checkpoints_);
+      if (options_.resume == "auto") {
+        from = latest;
+      } else {
+        if (!latest.empty()) check_same_run(config_, latest);  // what another job left in run.dir is not overwritten
+        if (options_.resume != "never") from = options_.resume;
+      }
     });
+    std::int64_t length = std::int64_t(from.size());
+    control_.broadcast(&length, sizeof length, 0);
+    from.resize(std::size_t(length));
+    control_.broadcast(from.data(), length, 0);
     if (from.empty()) {
       trainer_.initialize();
       return;
@@ -181,8 +202,8 @@ class Run {
 
     nonfinite_in_a_row_ = result.skipped == Skipped::nonfinite ? nonfinite_in_a_row_ + 1 : 0;
     const bool last = result.step == config_.training.steps;
-    if (eval_ && (last || (config_.training.eval_every > 0 && result.step % config_.training.eval_every == 0)))
-      m.eval_loss = trainer_.evaluate(*eval_, config_.training.eval_batches);
+    if (!held_out_.empty() && (last || (config_.training.eval_every > 0 && result.step % config_.training.eval_every == 0)))
+      m.eval_loss = trainer_.evaluate(held_out_);
     measure(result, m);
     together(control_, [&] { report(result, m); });
     if (profiled && run_steps_ == config_.monitor.profile_steps) report_times();
@@ -268,7 +289,8 @@ class Run {
   double flops_per_token_;
   Trainer trainer_;
   parallel::Communicator& control_;
-  std::unique_ptr<io::BatchSource> train_, eval_;
+  std::unique_ptr<io::BatchSource> train_;
+  std::vector<io::Batch> held_out_;
   std::optional<LogFile> log_file_;
   std::optional<io::RunLog> log_;
   ops::OpTimes times_;

@@ -101,8 +101,10 @@ void Trainer::reduce_losses(const Totals& totals, StepResult& result) {
   }
   mesh_.world().control->all_reduce(Tensor(values, DType::f64, {3}), parallel::Reduction::sum);
   if (totals.labels > 0) result.loss = values[0] / double(totals.labels);
-  if (model_.moe_layers() > 0 && (config_.moe.balance == Balance::auxiliary || config_.moe.z_loss != 0)) result.balance_loss = values[1];
-  if (config_.model.dsa && config_.loss.indexer_coefficient != 0 && totals.tokens > 0) result.indexer_loss = values[2] / double(totals.tokens);
+  if (model_.moe_layers() > 0 && (config_.moe.balance == Balance::auxiliary || config_.moe.z_loss != 0))
+    result.balance_loss = values[1];
+  if (config_.model.dsa && config_.loss.indexer_coefficient != 0 && totals.tokens > 0)
+    result.indexer_loss = values[2] / double(totals.tokens);
 }
 
 // Exact counts of the global batch, on every rank; the device's sums are left as they are.
@@ -125,9 +127,10 @@ void Trainer::update_balance(const StepResult& result) {
     const auto layer = std::int64_t(l);
     const Tensor bias = params_->stored(biases[l], {0, E});
     if (rule == Balance::quantile) {
-      ops::quantile_update(ctx_, ops::QuantileUpdate{.histogram = histogram_.view().rows(layer, layer + 1).reshape({E, config_.moe.quantile_bins}),
-                                                     .experts_per_token = config_.model.num_experts_per_token,
-                                                     .bias = bias});
+      ops::quantile_update(
+          ctx_, ops::QuantileUpdate{.histogram = histogram_.view().rows(layer, layer + 1).reshape({E, config_.moe.quantile_bins}),
+                                    .experts_per_token = config_.model.num_experts_per_token,
+                                    .bias = bias});
     } else {
       Scope scope(scratch_);
       const Tensor counts = scratch_.take(DType::i64, {E});

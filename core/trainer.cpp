@@ -37,7 +37,8 @@ void Trainer::initialize() {
     const parallel::Rows whole{first + rows.begin, first + rows.end};
     auto fresh = [&](Tensor to) {
       if (!to.present()) return;
-      if (memory_.device() == Device::cpu) return initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, to);
+      if (memory_.device() == Device::cpu)
+        return initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, to);
       std::vector<std::byte> host(std::size_t(to.bytes()));
       initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, {host.data(), to.dtype, to.shape});
       copy_to_device(memory_.device(), to.data, host.data(), to.bytes());
@@ -67,38 +68,28 @@ std::vector<io::Batch> Trainer::next_batches(const io::BatchSource& source) cons
   return batches;
 }
 
-double Trainer::evaluate(const io::BatchSource& source, std::int64_t batches) {
+std::vector<io::Batch> Trainer::evaluation_batches(const io::BatchSource& source, std::int64_t batches) const {
   const std::int64_t C = mesh_.data_coordinates(), d = mesh_.data_coordinate(), size = config_.training.micro_batch_size;
   const std::int64_t sequences = std::min(batches * config_.sequences_per_step(), source.windows());
-  zero_sums();
-  std::int64_t labels = 0;
-  for (std::int64_t m = 0; m * C * size < sequences; ++m) {  // a rank past the end goes along with an empty micro-batch
+  std::vector<io::Batch> mine;
+  for (std::int64_t m = 0; m * C * size < sequences; ++m) {
     const std::int64_t first = std::min(sequences, (m * C + d) * size);
-    const io::Batch host = source.read(first, std::min(size, sequences - first));
-    labels += host.label_count();
-    Scope scope(kept_);
-    const MicroBatch batch = upload(host);
-    Pass pass = make_pass(batch, {}, PassMode::evaluate);
-    model_.forward(pass, layout_);
+    mine.push_back(source.read(first, std::min(size, sequences - first)));
   }
-  StepResult result;
-  Tensor n(&labels, DType::i64, {1});
-  mesh_.world().control->all_reduce(n, parallel::Reduction::sum);
-  reduce_losses({.labels = labels}, result);
-  return result.loss;
+  return mine;
 }
 
-double Trainer::evaluate(const io::Batch& host, Tensor logits) {
+double Trainer::evaluate(std::span<const io::Batch> batches, Tensor logits) {
   zero_sums();
-  std::int64_t labels = host.label_count();
-  {
+  std::int64_t labels = 0;
+  for (const io::Batch& host : batches) {
+    labels += host.label_count();
     Scope scope(kept_);
     const MicroBatch batch = upload(host);
     Pass pass = make_pass(batch, {}, PassMode::evaluate);
     model_.forward(pass, layout_, logits);
   }
-  Tensor n(&labels, DType::i64, {1});
-  mesh_.world().control->all_reduce(n, parallel::Reduction::sum);
+  mesh_.world().control->all_reduce(Tensor(&labels, DType::i64, {1}), parallel::Reduction::sum);
   StepResult result;
   reduce_losses({.labels = labels}, result);
   return result.loss;

@@ -16,17 +16,18 @@ enum class Skipped : std::uint8_t { no, no_labels, nonfinite };
 
 // What one step did, the same on every rank.
 struct StepResult {
-  std::int64_t step = 0;            // 1 = the first
-  double loss = 0;                  // mean over the label tokens of the global batch, before the update
-  std::optional<double> balance_loss, indexer_loss;  // empty where the job has none; indexer_loss: mean over rows, summed over layers
-  double grad_norm = 0;             // global, before clipping
+  std::int64_t step = 0;  // 1 = the first
+  double loss = 0;        // mean over the label tokens of the global batch, before the update
+  std::optional<double> balance_loss,
+      indexer_loss;      // empty where the job has none; indexer_loss: mean over rows, summed over layers
+  double grad_norm = 0;  // global, before clipping
   double lr = 0;
-  std::int64_t tokens = 0, label_tokens = 0;         // of the global batch
-  std::vector<std::int64_t> expert_tokens;           // (moe layers x experts) of the global batch
+  std::int64_t tokens = 0, label_tokens = 0;  // of the global batch
+  std::vector<std::int64_t> expert_tokens;    // (moe layers x experts) of the global batch
   Skipped skipped = Skipped::no;
 };
 
-struct Progress {                   // what a checkpoint holds besides tensors
+struct Progress {  // what a checkpoint holds besides tensors
   std::int64_t step = 0, updates = 0, sequences = 0, tokens = 0;
 };
 
@@ -35,16 +36,17 @@ class Trainer {
   // `world` has as many ranks as the job's mesh. Collective. Weights are uninitialised.
   Trainer(const Config& config, std::unique_ptr<parallel::Communicator> world, Device device, bool poison = false);
 
-  void initialize();                // fresh weights, a function of the seed
+  void initialize();  // fresh weights, a function of the seed
   // One step over this rank's micro-batches (as many on every rank). Collective.
   StepResult step(std::span<const io::Batch> micro_batches);
   // The micro-batches of this rank for the next step (house decision 4).
   std::vector<io::Batch> next_batches(const io::BatchSource& source) const;
-  // Mean loss over label tokens of the first `batches` global batches of `source`, or of all its sequences where it has fewer: the
-  // same text under every layout. Feeds nothing. Collective.
-  double evaluate(const io::BatchSource& source, std::int64_t batches);
-  // Loss of one batch of this rank, and its logits (T, V) when present; feeds nothing. Collective.
-  double evaluate(const io::Batch& batch, Tensor logits = {});
+  // The micro-batches of this rank of the first `batches` global batches of `source`, or of all its sequences where it has fewer:
+  // the same text under every layout. As many on every rank, empty ones past the end.
+  std::vector<io::Batch> evaluation_batches(const io::BatchSource& source, std::int64_t batches) const;
+  // Mean loss over the label tokens of all ranks' batches; feeds nothing. logits (T, V): of the last batch, when present.
+  // Collective.
+  double evaluate(std::span<const io::Batch> batches, Tensor logits = {});
 
   const Config& config() const { return config_; }
   const ParamTable& table() const { return table_; }
@@ -59,11 +61,11 @@ class Trainer {
   void set_progress(const Progress& p);
 
   // The parts of a step, for tests that look between forward and backward.
-  struct Totals {                   // of the global batch
+  struct Totals {  // of the global batch
     std::int64_t labels = 0, tokens = 0, sequences = 0;
   };
-  Totals count(std::span<const io::Batch> batches);                               // collective
-  MicroBatch upload(const io::Batch& batch);                                      // onto the stack of kept tensors
+  Totals count(std::span<const io::Batch> batches);  // collective
+  MicroBatch upload(const io::Batch& batch);         // onto the stack of kept tensors
   Pass make_pass(const MicroBatch& batch, const Totals& totals, PassMode mode);
   void zero_sums();
 

@@ -10,7 +10,8 @@ namespace moetrain::ops {
 
 // Philox 4x32 with 10 rounds (Salmon et al., SC 2011): 128 random bits a counter.
 constexpr std::array<std::uint32_t, 4> philox(std::uint64_t key, std::uint64_t stream, std::uint64_t index) {
-  std::array<std::uint32_t, 4> c{std::uint32_t(index), std::uint32_t(index >> 32), std::uint32_t(stream), std::uint32_t(stream >> 32)};
+  std::array<std::uint32_t, 4> c{std::uint32_t(index), std::uint32_t(index >> 32), std::uint32_t(stream),
+                                 std::uint32_t(stream >> 32)};
   std::uint32_t k0 = std::uint32_t(key), k1 = std::uint32_t(key >> 32);
   for (int round = 0; round < 10; ++round) {
     const std::uint64_t p0 = std::uint64_t(0xD2511F53U) * c[0], p1 = std::uint64_t(0xCD9E8D57U) * c[2];
@@ -29,7 +30,9 @@ constexpr std::uint64_t stream_of(std::string_view name) {
 }
 
 namespace detail {
-constexpr double open_unit(std::uint32_t high, std::uint32_t low) { return (double((std::uint64_t(high) << 32 | low) >> 12) + 0.5) * 0x1p-52; }
+constexpr double open_unit(std::uint32_t high, std::uint32_t low) {
+  return (double((std::uint64_t(high) << 32 | low) >> 12) + 0.5) * 0x1p-52;
+}
 }  // namespace detail
 
 // Uniform in (0, 1), never an end: 52 bits and a half, since 53 and a half would round up to 1.

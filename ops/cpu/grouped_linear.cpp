@@ -15,7 +15,8 @@ namespace moetrain::ops {
 namespace {
 
 bool real_operands(std::initializer_list<ConstTensor> operands) {
-  return std::all_of(operands.begin(), operands.end(), [](const ConstTensor& t) { return !t.present() || t.dtype == real_of(t.dtype); });
+  return std::all_of(operands.begin(), operands.end(),
+                     [](const ConstTensor& t) { return !t.present() || t.dtype == real_of(t.dtype); });
 }
 
 // Within a group side by side, only products that take no scratch may run: a stack has one user at a time.

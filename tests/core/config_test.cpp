@@ -119,7 +119,7 @@ optimizer: {lr: 0.01, betas: [0.8, 0.9], eps: 1e-6, weight_decay: 0.2}
 schedule: {name: wsd, warmup_steps: 5, min_lr: 0.001, decay_fraction: 0.5}
 loss: {seq_chunk: 7, vocab_chunk: 11, indexer_coefficient: 0.5, indexer_stage: dense}
 moe: {overflow: drop, balance: auxiliary, quantile_bins: 500, sign_rate: 0.01, auxiliary_coefficient: 0.2,
-      auxiliary_scope: global_batch,
+      auxiliary_scope: micro_batch,
       z_loss: 0.3}
 memory: {activation_checkpointing: full}
 checkpoint: {every: 3, keep: 5}
@@ -219,7 +219,7 @@ monitor: {expert_load_alert: 4, profile_steps: 6}
   CHECK(c.moe.quantile_bins == 500);
   CHECK(c.moe.sign_rate == 0.01);
   CHECK(c.moe.auxiliary_coefficient == 0.2);
-  CHECK(c.moe.auxiliary_scope == AuxiliaryScope::global_batch);
+  CHECK(c.moe.auxiliary_scope == AuxiliaryScope::micro_batch);
   CHECK(c.moe.z_loss == 0.3);
   CHECK(c.memory.activation_checkpointing == Checkpointing::full);
   CHECK(c.checkpoint.every == 3);

@@ -63,7 +63,8 @@ std::unique_ptr<core::Trainer> make(const io::Hdf5File& file, const core::Config
   return t;
 }
 
-io::Batch batch_of(const std::vector<double>& tokens, const std::vector<double>& labels, const std::vector<double>& documents, std::int64_t B) {
+io::Batch batch_of(const std::vector<double>& tokens, const std::vector<double>& labels, const std::vector<double>& documents,
+                   std::int64_t B) {
   io::Batch b;
   for (const double x : tokens) b.tokens.push_back(std::int32_t(x));
   for (const double x : labels) b.labels.push_back(std::int32_t(x));
@@ -80,7 +81,7 @@ void check_forward_and_gradients(const char* name) {
   const auto shape = file.info("tokens").shape;
   const io::Batch host = batch_of(read_all(file, "tokens"), read_all(file, "labels"), read_all(file, "documents"), shape[0]);
   std::vector<double> logits(std::size_t(shape.count() * c.model.vocab_size));
-  const double loss = t->evaluate(host, Tensor(logits.data(), DType::f64, {shape.count(), c.model.vocab_size}));
+  const double loss = t->evaluate({&host, 1}, Tensor(logits.data(), DType::f64, {shape.count(), c.model.vocab_size}));
   CHECK(difference(logits, read_all(file, "logits"), 1e-10) == "");
   CHECK(difference({loss}, read_all(file, file.has("lm_loss") ? "lm_loss" : "loss"), 1e-10) == "");
   const io::Batch one[1] = {host};
@@ -107,12 +108,15 @@ void check_ten_steps(const char* name, core::Balance balance, const char* losses
   core::Config c = golden_config(file);
   c.moe.balance = balance;
   auto t = make(file, c);
-  const auto tokens = read_all(file, "tokens_steps"), labels = read_all(file, "labels_steps"), documents = read_all(file, "documents_steps");
+  const auto tokens = read_all(file, "tokens_steps"), labels = read_all(file, "labels_steps"),
+             documents = read_all(file, "documents_steps");
   const auto want = read_all(file, losses), norms = read_all(file, "grad_norm");
   const std::size_t T = tokens.size() / 10, N = documents.size() / 10;
   std::vector<double> got, got_norms;
   for (std::size_t s = 0; s < 10; ++s) {
-    auto part = [&](const std::vector<double>& v, std::size_t n) { return std::vector<double>(v.begin() + std::ptrdiff_t(s * n), v.begin() + std::ptrdiff_t((s + 1) * n)); };
+    auto part = [&](const std::vector<double>& v, std::size_t n) {
+      return std::vector<double>(v.begin() + std::ptrdiff_t(s * n), v.begin() + std::ptrdiff_t((s + 1) * n));
+    };
     const io::Batch one[1] = {batch_of(part(tokens, T), part(labels, T), part(documents, N), 2)};
     const auto r = t->step(one);
     got.push_back(r.loss);
@@ -125,14 +129,16 @@ void check_ten_steps(const char* name, core::Balance balance, const char* losses
       CAPTURE(p);
       const int i = t->table().find(p);
       REQUIRE(i >= 0);
-      CHECK(difference(values_of(t->params().stored(i, t->params().update_rows(i))), read_all(file, "final_weights/" + p), 1e-6) == "");
+      CHECK(difference(values_of(t->params().stored(i, t->params().update_rows(i))), read_all(file, "final_weights/" + p), 1e-6) ==
+            "");
     }
   } else {
     for (const auto& p : file.names("final_bias_quantile")) {
       CAPTURE(p);
       const int i = t->table().find(p);
       REQUIRE(i >= 0);
-      CHECK(difference(values_of(t->params().stored(i, t->params().update_rows(i))), read_all(file, "final_bias_quantile/" + p), 1e-6) == "");
+      CHECK(difference(values_of(t->params().stored(i, t->params().update_rows(i))), read_all(file, "final_bias_quantile/" + p),
+                       1e-6) == "");
     }
   }
 }

@@ -90,7 +90,8 @@ void check_slopes(const core::Config& c) {
   const Held held = run_backward(*t, memory, host);
   std::vector<std::vector<double>> gradients;  // the forwards below add the head's again
   for (int i = 0; i < t->table().size(); ++i)
-    gradients.push_back(t->table()[i].trainable ? values_of(t->params().stored_gradient(i, t->params().update_rows(i))) : std::vector<double>{});
+    gradients.push_back(t->table()[i].trainable ? values_of(t->params().stored_gradient(i, t->params().update_rows(i)))
+                                                : std::vector<double>{});
   std::map<std::string, int> seen;
   for (int i = 0; i < t->table().size(); ++i) {
     const auto& p = t->table()[i];
@@ -143,7 +144,9 @@ TEST_CASE("the gradient of the whole model in the dense indexer stage is the slo
   check_slopes(c);
 }
 
-TEST_CASE("the gradient of the whole Kimi-Linear kind with a tied head is the slope of its loss") { check_slopes(tiny_linear_config()); }
+TEST_CASE("the gradient of the whole Kimi-Linear kind with a tied head is the slope of its loss") {
+  check_slopes(tiny_linear_config());
+}
 
 TEST_CASE("recomputation gives the losses, gradients and counts of keeping, to the last bit") {
   for (const auto& base : {tiny_config(), tiny_linear_config()}) {
@@ -176,17 +179,19 @@ TEST_CASE("a document's outputs do not change by a bit when another document of 
     const auto T = std::int64_t(host.tokens.size());
     std::vector<double> before(std::size_t(T * c.model.vocab_size)), after(before.size());
     const Shape shape{T, c.model.vocab_size};
-    t->evaluate(host, Tensor(before.data(), DType::f64, shape));
+    t->evaluate({&host, 1}, Tensor(before.data(), DType::f64, shape));
     REQUIRE(host.documents.size() > 3);
     const std::int64_t begin = host.documents[1], end = host.documents[2];  // the document that changes
     for (std::int64_t i = begin; i < end; ++i) host.tokens[std::size_t(i)] = (host.tokens[std::size_t(i)] + 1) % 61;
-    t->evaluate(host, Tensor(after.data(), DType::f64, shape));
+    t->evaluate({&host, 1}, Tensor(after.data(), DType::f64, shape));
     bool others_same = true, itself_changed = false;
     for (std::int64_t i = 0; i < T; ++i)
       for (std::int64_t v = 0; v < c.model.vocab_size; ++v) {
         const auto k = std::size_t(i * c.model.vocab_size + v);
-        if (i >= begin && i < end) itself_changed |= before[k] != after[k];
-        else others_same &= before[k] == after[k] && std::isfinite(before[k]);
+        if (i >= begin && i < end)
+          itself_changed |= before[k] != after[k];
+        else
+          others_same &= before[k] == after[k] && std::isfinite(before[k]);
       }
     CHECK(others_same);
     CHECK(itself_changed);

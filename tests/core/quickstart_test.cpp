@@ -71,18 +71,20 @@ Outcome run(const core::Config& c, bool mixing) {
     if (s > c.training.steps - 10) o.last_ten += r.loss / 10;
   }
   if (!mixing) silence();
-  o.held_out = t.evaluate(eval, 2);
+  o.held_out = t.evaluate(t.evaluation_batches(eval, 2));
   return o;
 }
 
 }  // namespace
 
-TEST_CASE("the quickstart starts at ln V, ends 0.3 nats under the order-1 entropy, and without mixing 0.1 higher at least", "[slow]") {
+TEST_CASE("the quickstart starts at ln V, ends 0.3 nats under the order-1 entropy, and without mixing 0.1 higher at least",
+          "[slow]") {
   const auto c = quickstart();
   if (!std::filesystem::exists(c.data.train.front())) return;  // another distribution
   const Outcome whole = run(c, true), silent = run(c, false);
-  WARN("quickstart: first " << whole.first << ", last ten " << whole.last_ten << ", held out " << whole.held_out << "; without mixing "
-                            << silent.last_ten << ", held out " << silent.held_out << "; order-1 entropy " << whole.order1);
+  WARN("quickstart: first " << whole.first << ", last ten " << whole.last_ten << ", held out " << whole.held_out
+                            << "; without mixing " << silent.last_ten << ", held out " << silent.held_out << "; order-1 entropy "
+                            << whole.order1);
   CHECK(std::abs(whole.first - std::log(257.0)) < 0.1);
   CHECK(whole.last_ten < whole.order1 - 0.3);
   CHECK(silent.last_ten > whole.last_ten + 0.1);

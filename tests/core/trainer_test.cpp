@@ -1,10 +1,12 @@
-// trainer_test.cpp -- what a step does at its edges: no labels, non-finite gradients, clipping, evaluation, balance, bf16, schedules.
+// trainer_test.cpp -- what a step does at its edges: no labels, non-finite gradients, clipping, evaluation, balance, bf16,
+// schedules.
+#include "core/trainer.h"
+
 #include <cmath>
 #include <limits>
 
 #include "core/monitor.h"
 #include "core/schedule.h"
-#include "core/trainer.h"
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
 #include "tests/support/tiny.h"
@@ -109,7 +111,8 @@ TEST_CASE("evaluation changes nothing: not weights, not balance, not the next st
   c.moe.balance = core::Balance::quantile;
   auto a = make(c), b = make(c);
   for (int s = 0; s < 3; ++s) {
-    const auto loss = a->evaluate(synthetic_batch(c, 100, 2));
+    const io::Batch other[1] = {synthetic_batch(c, 100, 2)};
+    const auto loss = a->evaluate(other);
     CHECK(std::isfinite(loss));
     const auto x = a->step(synthetic_step(*a)), y = b->step(synthetic_step(*b));
     CHECK(x.loss == y.loss);
@@ -122,7 +125,8 @@ TEST_CASE("norms, gates, convolutions, queries and biases do not decay; matrices
   auto t = make(tiny_config());
   for (const auto& p : t->table().all()) {
     CAPTURE(p.name);
-    const bool gate = p.name.ends_with("A_log") || p.name.ends_with("dt_bias") || p.name.ends_with("conv1d.weight") || p.name.ends_with("_res_proj.weight");
+    const bool gate = p.name.ends_with("A_log") || p.name.ends_with("dt_bias") || p.name.ends_with("conv1d.weight") ||
+                      p.name.ends_with("_res_proj.weight");
     CHECK(p.decay == (p.shape.rank() >= 2 && !gate));
   }
 }
@@ -212,8 +216,9 @@ TEST_CASE("bf16 weights keep fp32 masters: updates far below a bf16 step accumul
   }
   CHECK(moved > 1e-4);    // twenty updates of 1e-5 each
   CHECK(moved < 3.9e-3);  // and all of them inside one bf16 step above 1
-  for (const char* pinned : {"model.layers.0.self_attn.A_log", "model.layers.0.self_attn.dt_bias", "model.layers.0.self_attn.q_conv1d.weight",
-                             "model.layers.0.self_attn.o_norm.weight", "model.layers.1.block_sparse_moe.gate.e_score_correction_bias"}) {
+  for (const char* pinned :
+       {"model.layers.0.self_attn.A_log", "model.layers.0.self_attn.dt_bias", "model.layers.0.self_attn.q_conv1d.weight",
+        "model.layers.0.self_attn.o_norm.weight", "model.layers.1.block_sparse_moe.gate.e_score_correction_bias"}) {
     CAPTURE(pinned);
     CHECK(stored(*t, pinned).dtype == DType::f32);
   }

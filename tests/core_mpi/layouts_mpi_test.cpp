@@ -33,7 +33,7 @@ std::unique_ptr<parallel::Communicator> world_of(int ranks) {
 
 struct Layout {
   int data = 1, expert = 1;
-  std::int64_t micro_batch = 1;   // sequences
+  std::int64_t micro_batch = 1;  // sequences
   Sharding sharding = Sharding::full;
   bool reshard = true, expert_sharding = true, recompute = false;
 };
@@ -110,7 +110,8 @@ TEST_CASE("every mesh and sharding gives the losses and norms of one rank under 
 TEST_CASE("accumulation, recomputation, resharding and resident experts give the losses of one rank") {
   const auto base = balanced(core::Balance::quantile);
   const Curve one = one_rank(base);
-  for (const std::int64_t micro_batch : {1, 2, 4}) check_layout(base, one, {.micro_batch = micro_batch, .recompute = micro_batch == 2});
+  for (const std::int64_t micro_batch : {1, 2, 4})
+    check_layout(base, one, {.micro_batch = micro_batch, .recompute = micro_batch == 2});
   check_layout(base, one, {.data = 2, .expert = 2, .micro_batch = 1, .reshard = false});
   check_layout(base, one, {.data = 2, .expert = 2, .micro_batch = 1, .sharding = Sharding::gradients, .recompute = true});
   check_layout(base, one, {.data = 2, .expert = 2, .micro_batch = 2, .expert_sharding = false});
@@ -121,7 +122,8 @@ TEST_CASE("sign, sequence-wise and no balance give the losses of one rank on eve
   for (const auto balance : {core::Balance::sign, core::Balance::auxiliary, core::Balance::none}) {
     const auto base = balanced(balance);
     const Curve one = one_rank(base);
-    for (const auto& [data, expert] : {std::pair{2, 1}, {1, 2}, {1, 4}, {2, 2}}) check_layout(base, one, {.data = data, .expert = expert, .micro_batch = 2});
+    for (const auto& [data, expert] : {std::pair{2, 1}, {1, 2}, {1, 4}, {2, 2}})
+      check_layout(base, one, {.data = data, .expert = expert, .micro_batch = 2});
   }
 }
 

@@ -63,7 +63,8 @@ TEST_CASE("a bias that sends every token to the experts of one rank leaves the o
   auto skew = [](core::Trainer& t) {
     for (const int id : t.model().router_biases()) {
       const Tensor bias = t.params().stored(id, {0, 8});
-      for (int e = 0; e < 8; ++e) bias.as<double>()[e] = e < 2 ? 10 : 0;  // both of a token's experts are on the first of four ranks
+      for (int e = 0; e < 8; ++e)
+        bias.as<double>()[e] = e < 2 ? 10 : 0;  // both of a token's experts are on the first of four ranks
     }
   };
   const auto batches = unequal(c);
@@ -89,15 +90,16 @@ TEST_CASE("held-out loss is that of one rank under every layout, also where rank
   c.model.vocab_size = 257;
   c.training.micro_batch_size = 2;
   auto all = parallel::mpi_world();
-  const io::BatchSource source({.paths = {folder.file("text", text)}, .sequence_length = 32, .exclude = {}, .vocab_size = 257});  // 7 windows
+  const io::BatchSource source(
+      {.paths = {folder.file("text", text)}, .sequence_length = 32, .exclude = {}, .vocab_size = 257});  // 7 windows
   auto one = make(c, 1, 1, parallel::solo());
   auto many = make(c, 2, 2, std::move(all));
   c.training.micro_batch_size = 8;
   auto whole = make(c, 1, 1, parallel::solo());
-  const double want = whole->evaluate(source, 1);
+  const double want = whole->evaluate(whole->evaluation_batches(source, 1));
   CHECK(std::isfinite(want));
-  CHECK(std::abs(one->evaluate(source, 4) - want) <= 1e-12 * want);
-  CHECK(std::abs(many->evaluate(source, 1) - want) <= 1e-12 * want);
+  CHECK(std::abs(one->evaluate(one->evaluation_batches(source, 4)) - want) <= 1e-12 * want);
+  CHECK(std::abs(many->evaluate(many->evaluation_batches(source, 1)) - want) <= 1e-12 * want);
 }
 
 TEST_CASE("replicated weights have the same bits on every rank after steps with unequal experts") {

@@ -26,7 +26,13 @@ inline core::Config tiny_config() {
   m.qk_rope_head_dim = 4;
   m.v_head_dim = 6;
   m.mla_use_output_gate = true;
-  m.linear_attn = {.num_heads = 2, .head_dim = 9, .short_conv_kernel_size = 4, .gate_lower_bound = -5.0, .use_full_rank_gate = true, .full_attn_layers = {4, 5}, .kda_layers = {}};
+  m.linear_attn = {.num_heads = 2,
+                   .head_dim = 9,
+                   .short_conv_kernel_size = 4,
+                   .gate_lower_bound = -5.0,
+                   .use_full_rank_gate = true,
+                   .full_attn_layers = {4, 5},
+                   .kda_layers = {}};
   m.dsa = core::IndexerConfig{.index_n_heads = 2, .index_head_dim = 5, .index_topk = 4};
   m.num_experts = 8;
   m.num_experts_per_token = 2;
@@ -46,7 +52,8 @@ inline core::Config tiny_config() {
   return c;
 }
 
-// The Kimi-Linear kind: softplus gate, low-rank output gate, dense attention without a query latent, SwiGLU, plain residuals, tied head.
+// The Kimi-Linear kind: softplus gate, low-rank output gate, dense attention without a query latent, SwiGLU, plain residuals, tied
+// head.
 inline core::Config tiny_linear_config() {
   core::Config c = tiny_config();
   auto& m = c.model;
@@ -112,8 +119,10 @@ inline void disturb(core::Trainer& t, double deviation = 0.1) {
     const std::int64_t first = (t.layout().first_row[std::size_t(i)] + rows.begin) * p.shape.row();
     for (std::int64_t k = 0; k < w.count(); ++k) {
       const double noise = deviation * ops::normal(99, ops::stream_of(p.name), std::uint64_t(first + k));
-      if (w.dtype == DType::f64) w.as<double>()[k] += noise;
-      else if (w.dtype == DType::f32) w.as<float>()[k] += float(noise);
+      if (w.dtype == DType::f64)
+        w.as<double>()[k] += noise;
+      else if (w.dtype == DType::f32)
+        w.as<float>()[k] += float(noise);
     }
   }
   t.params().publish();
