@@ -30,10 +30,10 @@ void ParamTable::freeze_all_but(const std::vector<std::string>& patterns) {
     p.frozen = !wanted;
     p.trainable = p.trainable && wanted;
   }
-  if (std::none_of(params_.begin(), params_.end(), [](const Param& p) { return p.trainable; }))
-    throw Error("training.trainable: the patterns leave nothing to train", ExitCode::bad_job);
   for (std::size_t i = 0; i < patterns.size(); ++i)
     if (!used[i]) throw Error("training.trainable: pattern '" + patterns[i] + "' matches no parameter", ExitCode::bad_job);
+  if (std::none_of(params_.begin(), params_.end(), [](const Param& p) { return p.trainable; }))
+    throw Error("training.trainable: the patterns leave nothing to train", ExitCode::bad_job);
 }
 
 std::int64_t ParamTable::count() const {

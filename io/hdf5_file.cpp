@@ -152,11 +152,13 @@ void select_rows(hid_t space, const Extent& all, std::int64_t begin, std::int64_
   h5_ok(H5Sselect_hyperslab(space, H5S_SELECT_SET, start.data(), nullptr, block.data(), nullptr), path, "select rows");
 }
 
-Id file_access() {
+// A file that is only read keeps the library's own driver: sources of a virtual data set are opened with that one, and one process
+// cannot hold a file open by two drivers (the source would read as fill).
+Id file_access(bool writes) {
   Id access(H5Pcreate(H5P_FILE_ACCESS));
   if (H5Pset_fclose_degree(access.get(), H5F_CLOSE_STRONG) < 0 || H5Pset_file_locking(access.get(), false, true) < 0)
     throw Error("HDF5: cannot set how files are opened: " + reason());
-  use_disk(access.get());
+  if (writes) use_disk(access.get());
   return access;
 }
 
@@ -199,12 +201,13 @@ void close_hdf5_file(std::int64_t file) noexcept {
   if (H5Fclose(file) < 0) spdlog::warn("HDF5: a file was not closed well: {}", reason());
 }
 
-Hdf5File::Hdf5File(std::string path, File file)
-    : path_(std::move(path)), file_(std::move(file)), disk_(disk_failure_of(file_.get())) {}
+Hdf5File::Hdf5File(std::string path, File file, bool writes)
+    : path_(std::move(path)), file_(std::move(file)), disk_(writes ? disk_failure_of(file_.get()) : std::make_shared<int>(0)) {}
 
 Hdf5File Hdf5File::create(const std::string& path) {
   tame_library();
-  return {path, File(h5_ok(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, file_access().get()), path, "create the file"))};
+  return {path, File(h5_ok(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, file_access(true).get()), path, "create the file")),
+          true};
 }
 
 Hdf5File Hdf5File::open(const std::string& path, Access access) {
@@ -216,7 +219,8 @@ Hdf5File Hdf5File::open(const std::string& path, Access access) {
   if (kind == 0) throw Error(path + ": not an HDF5 file (" + std::to_string(found.st_size) + " bytes)");
   h5_ok(kind, path, "open");
   const unsigned flags = access == Access::read ? H5F_ACC_RDONLY : H5F_ACC_RDWR;
-  return {path, File(h5_ok(H5Fopen(path.c_str(), flags, file_access().get()), path, "open"))};
+  return {path, File(h5_ok(H5Fopen(path.c_str(), flags, file_access(access == Access::write).get()), path, "open")),
+          access == Access::write};
 }
 
 void Hdf5File::check_disk() const {

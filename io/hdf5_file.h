@@ -73,7 +73,7 @@ class Hdf5File {
 
  private:
   using File = Handle<std::int64_t, close_hdf5_file, std::int64_t{-1}>;
-  Hdf5File(std::string path, File file);
+  Hdf5File(std::string path, File file, bool writes);
   void check_disk() const;  // every write so far has been taken
   std::vector<std::string> links(const std::string& group, int kind) const;
   void transfer(const std::string& name, std::int64_t row_begin, const Shape& rows, bool whole, DType dtype, void* to,
