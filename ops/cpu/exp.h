@@ -65,7 +65,7 @@ inline R sigmoid(R x) {
 }
 
 inline double tanh(double x) { return std::tanh(x); }
-// Within about two ulp, also near 0; NaN stays NaN.
+// Within three ulps, also near 0; NaN stays NaN.
 inline float tanh(float x) {
   const SplitExponent split = split_exponent(2 * x);
   const float expm1 = split.expm1() * split.power() + (split.power() - 1.0F);
