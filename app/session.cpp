@@ -78,7 +78,14 @@ void ignore_size_signal() {
 
 }  // namespace
 
-void keep_stop_signals() { on_stop_signals(note_stop_signal); }
+// A launcher may have started us with them blocked, and a blocked signal would wait for ever.
+void keep_stop_signals() {
+  on_stop_signals(note_stop_signal);
+  sigset_t ours;
+  sigemptyset(&ours);
+  for (const int signal : {SIGUSR1, SIGTERM}) sigaddset(&ours, signal);
+  sigprocmask(SIG_UNBLOCK, &ours, nullptr);
+}
 bool stop_signal_kept() { return last_stop_signal != 0; }
 void release_stop_signals() {
   on_stop_signals(SIG_DFL);

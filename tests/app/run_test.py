@@ -211,6 +211,16 @@ class Signals(Runs):
         process.send_signal(signal.SIGUSR1)
         self.stopped(process)
 
+    def test_that_the_launcher_left_blocked_still_stops(self):
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        try:
+            process = self.start(self.job(1000000))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        wait_for(lambda: self.run_dir.exists() and self.steps_done() >= 1, "a step")
+        process.send_signal(signal.SIGUSR1)
+        self.stopped(process)
+
     def test_of_one_rank_at_the_start(self):
         process = self.start(self.job(1000000), *TWO, ranks=2)
         wait_for(lambda: len(ranks_of(process.pid)) == 2 and all(catches(pid, signal.SIGTERM) for pid in ranks_of(process.pid)), "two ranks")

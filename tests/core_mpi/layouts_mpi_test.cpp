@@ -51,13 +51,13 @@ core::Config config_of(const core::Config& base, const Layout& l) {
   return c;
 }
 
-Curve run(const core::Config& c, std::unique_ptr<parallel::Communicator> world) {
+Curve run(const core::Config& c, std::unique_ptr<parallel::Communicator> world, std::uint64_t text = 7) {
   core::Trainer t(c, std::move(world), Device::cpu, /*poison=*/true);
   t.initialize();
   disturb(t, 0.05);
   Curve curve;
   for (int s = 0; s < kSteps; ++s) {
-    const auto r = t.step(synthetic_step(t));
+    const auto r = t.step(synthetic_step(t, text));
     curve.losses.push_back(r.loss);
     curve.norms.push_back(r.grad_norm);
     curve.expert_tokens.insert(curve.expert_tokens.end(), r.expert_tokens.begin(), r.expert_tokens.end());
@@ -157,18 +157,20 @@ TEST_CASE("the Kimi-Linear kind with a tied head has the losses of one rank on e
   check_layout(base, one, {.data = 1, .expert = 4, .micro_batch = 1, .recompute = true});
 }
 
-TEST_CASE("f32 starts on the losses of one f64 rank and, like bf16 storage, follows them within 2 percent") {
+TEST_CASE("f32 gives the losses of one f64 rank within 1e-4 while the same is selected, and bf16 storage follows them within 2 percent") {
   core::Config base = balanced(core::Balance::none);
   base.model.initializer_range = 0.1;
-  const Curve one = one_rank(base);
-  auto single = base;
-  single.run.dtype = DType::f32;
-  const Curve f32 = run(config_of(single, {.data = 2, .expert = 2, .micro_batch = 2}), world_of(4));
-  auto first = [](const std::vector<double>& v, std::ptrdiff_t n) { return std::vector<double>(v.begin(), v.begin() + n); };
-  CHECK(difference(first(f32.losses, 2), first(one.losses, 2), 1e-4) == "");
-  CHECK(difference(f32.losses, one.losses, 2e-2) == "");  // later a token's route or an attended key may differ
-  auto half = base;
-  half.run.dtype = DType::bf16;
-  const Curve bf16 = run(config_of(half, {.data = 2, .expert = 2, .micro_batch = 2}), world_of(4));
-  CHECK(difference(bf16.losses, one.losses, 2e-2) == "");
+  const auto four = [&](DType dtype, std::uint64_t text) {
+    auto c = config_of(base, {.data = 2, .expert = 2, .micro_batch = 2});
+    c.run.dtype = dtype;
+    return run(c, world_of(4), text);
+  };
+  const auto one = [&](std::uint64_t text) {
+    return run(config_of(base, {.micro_batch = kGlobalSequences}), parallel::solo(), text);
+  };
+  // A text whose routes and attended keys are nowhere near a tie: with one, f32 may select another, and ten steps carry it to percents.
+  const Curve apart = one(21), f32 = four(DType::f32, 21);
+  CHECK(difference(f32.losses, apart.losses, 1e-4) == "");
+  CHECK(f32.expert_tokens == apart.expert_tokens);
+  CHECK(difference(four(DType::bf16, 7).losses, one(7).losses, 2e-2) == "");
 }
