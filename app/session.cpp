@@ -105,6 +105,7 @@ bool started_by_launcher() {
 }
 
 Session::Session(int& argc, char**& argv) : mpi_(argc, argv), control_(parallel::mpi_world()) {
+  keep_stop_signals();  // again: network libraries that MPI loads put handlers of their own in place of ours
   open_log(rank());
   ignore_size_signal();
   const int threads = share_of_cores(*control_);
