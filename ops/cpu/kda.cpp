@@ -253,7 +253,7 @@ struct Chunk {
   R *q_in, *k_in, *k_out;     // (rows, H)
   R* M;                       // (rows, Hv)
   R *row_part, *column_part;  // (2 B or C, H) factored rows and columns
-  R* decay;                   // (rows, H) D against one reference row
+  R *since, *until;           // (rows, H) factors of D
   R* pair;                    // (2 B, C)
   Chunk(Stack& scratch, Sizes sizes)
       : s(sizes),
@@ -271,7 +271,8 @@ struct Chunk {
         M(take<R>(scratch, C * s.Hv)),
         row_part(take<R>(scratch, 2 * C * s.H)),
         column_part(take<R>(scratch, C * s.H)),
-        decay(take<R>(scratch, C * s.H)),
+        since(take<R>(scratch, C * s.H)),
+        until(take<R>(scratch, C * s.H)),
         pair(take<R>(scratch, 2 * B * C)) {}
 
   template <class T, class Args>
@@ -302,22 +303,21 @@ struct Chunk {
     std::copy_n(into + (rows - 1) * H, H, last);
   }
 
-  // decay[i] = exp(G_i - G_reference) for rows [first, end).
-  void decay_since(std::int64_t first, std::int64_t end, std::int64_t reference) const {
+  // since = exp(G_i - G_reference) for rows i of [r0, r1), until = exp(G_reference - G_j) for columns j of [c0, c1): D is their
+  // product.
+  void factor(std::int64_t r0, std::int64_t r1, std::int64_t c0, std::int64_t c1, std::int64_t reference) const {
     const double* Gr = G + reference * s.H;
-    for (std::int64_t i = 0; i < end - first; ++i) {
-      const double* Gi = G + (first + i) * s.H;
+    for (std::int64_t i = r0; i < r1; ++i) {
+      const double* Gi = G + i * s.H;
+      R* to = since + (i - r0) * s.H;
 #pragma omp simd
-      for (std::int64_t d = 0; d < s.H; ++d) decay[i * s.H + d] = exp_as<R>(Gi[d] - Gr[d]);
+      for (std::int64_t d = 0; d < s.H; ++d) to[d] = exp_as<R>(Gi[d] - Gr[d]);
     }
-  }
-  // decay[i] = exp(G_reference - G_i), likewise.
-  void decay_until(std::int64_t first, std::int64_t end, std::int64_t reference) const {
-    const double* Gr = G + reference * s.H;
-    for (std::int64_t i = 0; i < end - first; ++i) {
-      const double* Gi = G + (first + i) * s.H;
+    for (std::int64_t j = c0; j < c1; ++j) {
+      const double* Gj = G + j * s.H;
+      R* to = until + (j - c0) * s.H;
 #pragma omp simd
-      for (std::int64_t d = 0; d < s.H; ++d) decay[i * s.H + d] = exp_as<R>(Gr[d] - Gi[d]);
+      for (std::int64_t d = 0; d < s.H; ++d) to[d] = exp_as<R>(Gr[d] - Gj[d]);
     }
   }
 
@@ -325,11 +325,10 @@ struct Chunk {
   void factored_scores(std::int64_t r0, std::int64_t r1, std::int64_t c0, std::int64_t c1, std::int64_t reference, R scale, R* L,
                        R* P) const {
     const auto m = r1 - r0, n = c1 - c0;
-    decay_since(r0, r1, reference);
-    multiply(decay, k + r0 * s.H, m * s.H, row_part);
-    multiply(decay, q + r0 * s.H, m * s.H, row_part + m * s.H);
-    decay_until(c0, c1, reference);
-    multiply(decay, k + c0 * s.H, n * s.H, column_part);
+    factor(r0, r1, c0, c1, reference);
+    multiply(since, k + r0 * s.H, m * s.H, row_part);
+    multiply(since, q + r0 * s.H, m * s.H, row_part + m * s.H);
+    multiply(until, k + c0 * s.H, n * s.H, column_part);
     gemm<R>(false, true, 2 * m, n, s.H, 1, row_part, s.H, column_part, s.H, 0, pair, C);
     for (std::int64_t i = r0; i < r1; ++i) {
       for (std::int64_t j = c0; j < std::min(c1, i + 1); ++j) {
@@ -514,42 +513,38 @@ struct ChunkedBackwardWork {
     std::swap(dS, dS_before);
   }
 
-  // a and c of rows [r0, r1) += what columns [c0, c1) give.
-  void factored_rows(std::int64_t r0, std::int64_t r1, std::int64_t c0, std::int64_t c1, std::int64_t reference) {
+  // a and c of rows [r0, r1) += what columns [c0, c1) give; the chunk holds the factors of their D.
+  void factored_rows(std::int64_t r0, std::int64_t r1, std::int64_t c0, std::int64_t c1) {
     const auto H = chunk.s.H, m = r1 - r0, n = c1 - c0;
-    chunk.decay_until(c0, c1, reference);
-    multiply(chunk.decay, chunk.k + c0 * H, n * H, chunk.column_part);
+    multiply(chunk.until, chunk.k + c0 * H, n * H, chunk.column_part);
     gemm<R>(false, false, 2 * m, H, n, 1, dP + 2 * r0 * C + c0, C, chunk.column_part, H, 0, sum, H);
-    chunk.decay_since(r0, r1, reference);
     for (std::int64_t i = 0; i < m; ++i) {
-      const R *decay = chunk.decay + i * H, *by_q = sum + 2 * i * H, *by_k = by_q + H;
+      const R *since = chunk.since + i * H, *by_q = sum + 2 * i * H, *by_k = by_q + H;
       R *ai = a + (r0 + i) * H, *ci = c + (r0 + i) * H;
 #pragma omp simd
       for (std::int64_t d = 0; d < H; ++d) {
-        ai[d] += decay[d] * by_q[d];
-        ci[d] += decay[d] * by_k[d];
+        ai[d] += since[d] * by_q[d];
+        ci[d] += since[d] * by_k[d];
       }
     }
   }
-  // e of columns [c0, c1) += what rows [r0, r1) give.
-  void factored_columns(std::int64_t c0, std::int64_t c1, std::int64_t r0, std::int64_t r1, std::int64_t reference) {
+  // e of columns [c0, c1) += what rows [r0, r1) give, likewise.
+  void factored_columns(std::int64_t r0, std::int64_t r1, std::int64_t c0, std::int64_t c1) {
     const auto H = chunk.s.H, m = r1 - r0, n = c1 - c0;
-    chunk.decay_since(r0, r1, reference);
     for (std::int64_t i = 0; i < m; ++i) {
-      const R *decay = chunk.decay + i * H, *q = chunk.q + (r0 + i) * H, *k = chunk.k + (r0 + i) * H;
+      const R *since = chunk.since + i * H, *q = chunk.q + (r0 + i) * H, *k = chunk.k + (r0 + i) * H;
       const R beta = chunk.beta[r0 + i];
       R *row_q = chunk.row_part + 2 * i * H, *row_k = row_q + H;
 #pragma omp simd
       for (std::int64_t d = 0; d < H; ++d) {
-        row_q[d] = decay[d] * q[d];
-        row_k[d] = decay[d] * k[d] * beta;
+        row_q[d] = since[d] * q[d];
+        row_k[d] = since[d] * k[d] * beta;
       }
     }
     gemm<R>(true, false, n, H, 2 * m, 1, dP + 2 * r0 * C + c0, C, chunk.row_part, H, 0, sum, H);
-    chunk.decay_until(c0, c1, reference);
     R* to = e + c0 * H;
 #pragma omp simd
-    for (std::int64_t i = 0; i < n * H; ++i) to[i] += chunk.decay[i] * sum[i];
+    for (std::int64_t i = 0; i < n * H; ++i) to[i] += chunk.until[i] * sum[i];
   }
   void pairwise(std::int64_t r0, std::int64_t r1) {
     const auto H = chunk.s.H;
@@ -574,11 +569,18 @@ struct ChunkedBackwardWork {
     for (R* part : {a, c, e}) std::fill_n(part, rows * H, R(0));
     for (std::int64_t r0 = 0; r0 < rows; r0 += B) {
       const auto r1 = std::min(rows, r0 + B);
-      if (r0 > 0) factored_rows(r0, r1, 0, r0, r0);
-      if (r1 < rows) factored_columns(r0, r1, r1, rows, r1 - 1);
+      if (r0 > 0) {
+        chunk.factor(r0, r1, 0, r0, r0);
+        factored_rows(r0, r1, 0, r0);
+      }
+      if (r1 < rows) {
+        chunk.factor(r1, rows, r0, r1, r1 - 1);
+        factored_columns(r1, rows, r0, r1);
+      }
       if (bounded_gate) {
-        factored_rows(r0, r1, r0, r1, Chunk<R>::middle(r0, r1));
-        factored_columns(r0, r1, r0, r1, Chunk<R>::middle(r0, r1));
+        chunk.factor(r0, r1, r0, r1, Chunk<R>::middle(r0, r1));
+        factored_rows(r0, r1, r0, r1);
+        factored_columns(r0, r1, r0, r1);
       } else {
         pairwise(r0, r1);
       }

@@ -37,23 +37,19 @@ struct Query {
   using R = acc_t<T>;
   std::int64_t filled = 0;
   std::int32_t* slot;  // (K) slot of a filled key
-  R* q;                // (N, C + He)
+  R* q;                // (N, C + He); backward (2 N, C + He): dout and zeros follow, so that products with both are one
   R* keys;             // (filled, C + He)
-  R* z;                // (N, filled)
-  R* dz;               // (N, filled), backward
-  R* dout;             // (N, C), backward
+  R* z;                // (N, filled); backward (2 N, filled): gradients of the probabilities follow
   R* dkeys;            // (filled, C + He), backward
   static std::int64_t reals_needed(const Sizes& s, bool backward) {
-    return s.N * s.width() + s.K * s.width() + s.N * s.K + (backward ? s.N * s.K + s.N * s.C + s.K * s.width() : 0);
+    return (backward ? 2 : 1) * (s.N + s.K) * s.width() + (backward ? 2 : 1) * s.N * s.K;
   }
-  Query(const Sizes& s, R* scratch, std::int32_t* slots)
+  Query(const Sizes& s, R* scratch, std::int32_t* slots, bool backward)
       : slot(slots),
         q(scratch),
-        keys(q + s.N * s.width()),
+        keys(q + (backward ? 2 : 1) * s.N * s.width()),
         z(keys + s.K * s.width()),
-        dz(z + s.N * s.K),
-        dout(dz + s.N * s.K),
-        dkeys(dout + s.N * s.C) {}
+        dkeys(backward ? z + 2 * s.N * s.K : nullptr) {}
 
   template <class Args>
   void gather(const Sizes& s, const Args& a, std::int64_t t) {
@@ -74,9 +70,6 @@ struct Query {
       for (std::int64_t h = 0; h < s.He; ++h) to[s.C + h] = R(extra[h]);
       slot[filled++] = std::int32_t(k);
     }
-  }
-  void scores(const Sizes& s, R scale) {
-    gemm<R>(false, true, s.N, filled, s.width(), scale, q, s.width(), keys, s.width(), R(0), z, filled);
   }
 };
 
@@ -111,9 +104,10 @@ void forward(Context& ctx, const SparseAttentionForward& a) {
   std::int32_t* const slots = ctx.scratch.take(DType::i32, {threads, s.K}).as<std::int32_t>();
 #pragma omp parallel for schedule(static) if (s.worth_threads())
   for (std::int64_t t = 0; t < s.T; ++t) {
-    Query<T> query(s, scratch + omp_get_thread_num() * needed, slots + omp_get_thread_num() * s.K);
+    Query<T> query(s, scratch + omp_get_thread_num() * needed, slots + omp_get_thread_num() * s.K, false);
     query.gather(s, a, t);
-    query.scores(s, R(a.scale));
+    gemm<R>(false, true, s.N, query.filled, s.width(), R(a.scale), query.q, s.width(), query.keys, s.width(), R(0), query.z,
+            query.filled);
     const std::int64_t filled = query.filled;
     for (std::int64_t n = 0; n < s.N; ++n) lse[t * s.N + n] = softmax(query.z + n * filled, filled);
     gemm<R>(false, false, s.N, s.C, filled, R(1), query.z, filled, query.keys, s.width(), R(0), o_latent.data + t * s.N * s.C, s.C);
@@ -133,21 +127,25 @@ void backward_row(const Sizes& s, const SparseAttentionBackward& a, std::int64_t
   const R *lse = a.lse.as<R>() + t * s.N, scale = R(a.scale);
   const std::int32_t* indices = a.indices.as<std::int32_t>() + t * s.K;
   query.gather(s, a, t);
-  query.scores(s, scale);
   const std::int64_t filled = query.filled, width = s.width();
-  for (std::int64_t i = 0; i < s.N * s.C; ++i) query.dout[i] = R(dout[i]);
-  gemm<R>(false, true, s.N, filled, s.C, R(1), query.dout, s.C, query.keys, width, R(0), query.dz, filled);
+  R *const dout_wide = query.q + s.N * width, *const dp_all = query.z + s.N * filled;
   for (std::int64_t n = 0; n < s.N; ++n) {
-    R *p = query.z + n * filled, *dz = query.dz + n * filled, delta = 0;
-    for (std::int64_t c = 0; c < s.C; ++c) delta += R(o[n * s.C + c]) * query.dout[n * s.C + c];
+    R* to = dout_wide + n * width;
+    for (std::int64_t c = 0; c < s.C; ++c) to[c] = R(dout[n * s.C + c]);
+    std::fill(to + s.C, to + width, R(0));
+  }
+  gemm<R>(false, true, 2 * s.N, filled, width, R(1), query.q, width, query.keys, width, R(0), query.z, filled);
+  for (std::int64_t n = 0; n < s.N; ++n) {
+    R *score = query.z + n * filled, *dp = dp_all + n * filled, delta = 0;
+    for (std::int64_t c = 0; c < s.C; ++c) delta += R(o[n * s.C + c]) * dout_wide[n * width + c];
 #pragma omp simd
     for (std::int64_t k = 0; k < filled; ++k) {
-      p[k] = exp(p[k] - lse[n]);
-      dz[k] = scale * p[k] * (dz[k] - delta);
+      const R p = exp(scale * score[k] - lse[n]);
+      score[k] = scale * p * (dp[k] - delta);  // what meets q in the next product, as p meets dout
+      dp[k] = p;
     }
   }
-  gemm<R>(true, false, filled, width, s.N, R(1), query.dz, filled, query.q, width, R(0), query.dkeys, width);
-  gemm<R>(true, false, filled, s.C, s.N, R(1), query.z, filled, query.dout, s.C, R(1), query.dkeys, width);
+  gemm<R>(true, false, filled, width, 2 * s.N, R(1), query.z, filled, query.q, width, R(0), query.dkeys, width);
   for (std::int64_t k = 0; k < filled; ++k) {
     const R* from = query.dkeys + k * width;
     R* to = lane + indices[query.slot[k]] * width;
@@ -155,7 +153,7 @@ void backward_row(const Sizes& s, const SparseAttentionBackward& a, std::int64_t
     for (std::int64_t i = 0; i < width; ++i) to[i] += from[i];
   }
   R* const dquery = query.q;  // the query itself was read above for the last time
-  gemm<R>(false, false, s.N, width, filled, R(1), query.dz, filled, query.keys, width, R(0), dquery, width);
+  gemm<R>(false, false, s.N, width, filled, R(1), query.z, filled, query.keys, width, R(0), dquery, width);
   T *dq_latent = a.dq_latent.as<T>() + t * s.N * s.C, *dq = a.dq.as<T>() + t * s.N * s.Hq;
   for (std::int64_t n = 0; n < s.N; ++n) {
     for (std::int64_t c = 0; c < s.C; ++c) dq_latent[n * s.C + c] = T(dquery[n * width + c]);
@@ -176,7 +174,7 @@ void backward(Context& ctx, const SparseAttentionBackward& a) {
   std::int32_t* const slots = ctx.scratch.take(DType::i32, {threads, s.K}).as<std::int32_t>();
 #pragma omp parallel for schedule(dynamic) if (s.worth_threads())
   for (std::int64_t lane = 0; lane < lanes; ++lane) {
-    Query<T> query(s, scratch + omp_get_thread_num() * needed, slots + omp_get_thread_num() * s.K);
+    Query<T> query(s, scratch + omp_get_thread_num() * needed, slots + omp_get_thread_num() * s.K, true);
     for (std::int64_t turn = lane * kRowsATurn; turn < s.T; turn += lanes * kRowsATurn)
       for (std::int64_t t = turn; t < std::min(turn + kRowsATurn, s.T); ++t) backward_row(s, a, t, query, sums + lane * lane_size);
   }
