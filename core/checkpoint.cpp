@@ -250,7 +250,15 @@ void save_checkpoint(Trainer& t, const std::string& folder, std::int64_t keep) {
 
 std::string latest_checkpoint(const std::string& folder) {
   const std::string pointer = folder + "/latest";
-  if (!fs::exists(pointer)) return {};
+  if (!fs::exists(pointer)) {  // lost, or cut between a first save and its name: the newest folder, since only complete ones have the name
+    std::string newest;
+    if (fs::is_directory(folder))
+      for (const auto& entry : fs::directory_iterator(folder)) {
+        const std::string name = entry.path().filename().string();
+        if (name.starts_with("step_") && !name.ends_with(kPartial)) newest = std::max(newest, name);
+      }
+    return newest.empty() ? newest : folder + "/" + newest;
+  }
   std::string name = io::read_text(pointer);
   while (!name.empty() && (name.back() == '\n' || name.back() == '\r' || name.back() == ' ')) name.pop_back();
   if (name.empty() || name.find('/') != name.npos || !fs::is_directory(folder + "/" + name))

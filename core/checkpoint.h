@@ -29,7 +29,7 @@ void load_checkpoint(Trainer& trainer, const std::string& path, bool same_run);
 // An Error that names the first difference when the checkpoint at `path` belongs to a run of another model, data or optimizer.
 void check_same_run(const Config& config, const std::string& path);
 
-// The step folder that <folder>/latest names; empty when there is no checkpoint. An Error when `latest` names what is not there.
+// The step folder that <folder>/latest names, without that file the newest; empty when there is no checkpoint. An Error when `latest` names what is not there.
 std::string latest_checkpoint(const std::string& folder);
 
 // What stands in a checkpoint, files verified; for `moetrain inspect`.

@@ -147,6 +147,8 @@ class Run {
     std::string from;
     together(control_, [&] {
       if (!main_rank()) return;
+      fs::create_directories(config_.run.dir);
+      lock_ = io::lock_file(config_.run.dir + "/.lock", "another run is using this run.dir");
       const std::string latest = latest_checkpoint(checkpoints_);
       if (options_.resume == "auto") {
         from = latest;
@@ -291,6 +293,7 @@ class Run {
   parallel::Communicator& control_;
   std::unique_ptr<io::BatchSource> train_;
   std::vector<io::Batch> held_out_;
+  io::Descriptor lock_;
   std::optional<LogFile> log_file_;
   std::optional<io::RunLog> log_;
   ops::OpTimes times_;

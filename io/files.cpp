@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <spdlog/spdlog.h>
 #include <sys/stat.h>
+#include <sys/file.h>
 #include <unistd.h>
 #include <zlib.h>
 
@@ -120,6 +121,12 @@ std::vector<std::string> files_of_folder(const std::string& path) {
   if (failed) refuse(path, "list", failed.value());
   std::sort(found.begin(), found.end());
   return {found.begin(), found.end()};
+}
+
+Descriptor lock_file(const std::string& path, const std::string& refusal) {
+  Descriptor file = open_file(path, O_RDWR | O_CREAT, "create");
+  if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) throw Error(path + ": " + refusal, ExitCode::bad_job);
+  return file;
 }
 
 void read_bytes(const std::string& path, std::int64_t begin, std::int64_t count, std::uint8_t* out) {

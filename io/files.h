@@ -21,6 +21,10 @@ void write_text_atomically(const std::string& path, std::string_view text);
 void sync_file(const std::string& path);    // returns when its bytes are on the disk
 void sync_folder(const std::string& path);  // returns when its names are on the disk
 
+// Held until the descriptor dies; refused as a fault of the job while another process holds it. Where the disk knows no locks,
+// nothing is held.
+Descriptor lock_file(const std::string& path, const std::string& refusal);
+
 struct Checksum {
   std::uint32_t crc32 = 0;  // zlib's, over all bytes
   std::int64_t bytes = 0;

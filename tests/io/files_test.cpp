@@ -114,3 +114,12 @@ TEST_CASE("an append file adds to what is there", "[io][cpu]") {
   io::AppendFile(path).append("three\n");
   CHECK(io::read_text(path) == "one\ntwo\nthree\n");
 }
+
+TEST_CASE("a lock is refused while it is held and given again afterwards", "[io][cpu]") {
+  const test::TempFolder folder;
+  {
+    const auto held = io::lock_file(folder / "lock", "in use");
+    CHECK(error_of([&] { io::lock_file(folder / "lock", "in use"); }) == "2: " + (folder / "lock") + ": in use");
+  }
+  CHECK(error_of([&] { io::lock_file(folder / "lock", "in use"); }) == "nothing was thrown");
+}
