@@ -24,11 +24,15 @@ OWNERS = [
     ("NCCL", re.compile(r"nccl(_device)?\.h$"), {"parallel"}),
     ("yaml-cpp", re.compile(r"yaml-cpp/"), {"io"}),
     ("HDF5", re.compile(r"(hdf5(_hl)?|H5\w+)\.h$"), {"io"}),
+    ("nlohmann-json", re.compile(r"nlohmann/"), {"io"}),
+    ("zlib", re.compile(r"zlib\.h$"), {"io"}),
     ("CLI11", re.compile(r"CLI/"), {"app"}),
     ("BLAS", re.compile(r"(cblas|lapacke?|openblas_config)\.h$"), {"ops"}),
     ("cuBLAS", re.compile(r"cublas"), {"ops"}),
     ("CUB", re.compile(r"cub/"), {"ops"}),
-    ("the CUDA runtime", re.compile(r"cuda(_\w+)?\.h$|cuda_runtime"), {"memory", "ops"}),
+    ("CUTLASS", re.compile(r"(cutlass|cute)/"), {"ops"}),
+    # Among it the headers of kernels: libcu++ (whose names have no suffix), cooperative groups, number types, intrinsics.
+    ("the CUDA runtime", re.compile(r"(cuda|cooperative_groups|driver_types|vector_types|mma|sm_\d+)\w*\.h$|cuda/(std/)?\w+$|nvtx3/"), {"memory", "ops"}),
 ]
 LOGGER = re.compile(r"(spdlog|fmt)/")  # nvcc cannot read it, so no header may carry it into a kernel
 GENERATED = {"version.h"}
@@ -88,7 +92,16 @@ def self_test():
         ("core/e.cpp", "#include <CLI/CLI.hpp>"),
         ("core/f.cpp", "#include <cblas.h>"),
         ("parallel/b.cpp", "#include <cuda_runtime.h>"),
+        ("parallel/c.cpp", "#include <cuda_bf16.h>"),
+        ("io/c.cpp", "#include <cuda/barrier>"),
         ("core/g.cpp", "#include <cublas_v2.h>"),
+        ("memory/b.cpp", "#include <cublasLt.h>"),
+        ("memory/c.cu", "#include <cub/cub.cuh>"),
+        ("ops/c.cpp", "#include <nccl.h>"),
+        ("core/i.cpp", "#include <nlohmann/json.hpp>"),
+        ("app/b.cpp", "#include <nlohmann/json_fwd.hpp>"),
+        ("core/j.cpp", "#include <zlib.h>"),
+        ("ops/cuda/b.cu", '#include "cuda/launch.cuh"'),
         ("ops/a.h", "#include <spdlog/spdlog.h>"),
         ("ops/cuda/a.cu", "#include <fmt/format.h>"),
         ("core/h.cpp", '#include "tests/support/compare.h"'),
@@ -96,9 +109,9 @@ def self_test():
     ]
     good = [
         ("memory/ok.cpp", "#include <cuda_runtime.h>\n#include <spdlog/spdlog.h>\n#include <vector>\n#include \"memory/a.h\""),
-        ("ops/cuda/ok.cu", '#include "ops/cuda/launch.cuh"\n#include <cub/cub.cuh>\n#include <cublas_v2.h>\n#include "memory/a.h"'),
+        ("ops/cuda/ok.cu", '#include "ops/cuda/launch.cuh"\n#include <cub/cub.cuh>\n#include <cublasLt.h>\n#include <cuda/std/array>\n#include <mma.h>\n#include "memory/a.h"'),
         ("parallel/ok.cpp", '#include <mpi.h>\n#include <nccl.h>\n#include "ops/a.h"'),
-        ("io/ok.cpp", '#include <hdf5.h>\n#include <yaml-cpp/yaml.h>\n#include "memory/a.h"'),
+        ("io/ok.cpp", '#include <hdf5.h>\n#include <yaml-cpp/yaml.h>\n#include <nlohmann/json.hpp>\n#include <zlib.h>\n#include "memory/a.h"'),
         ("core/ok.cpp", '#include "io/a.h"\n#include "ops/a.h"\n#include "parallel/a.h"\n#include "version.h"'),
         ("app/ok.cpp", '#include <CLI/CLI.hpp>\n#include "core/a.h"\n// #include "not/read.h"'),
     ]
