@@ -12,6 +12,7 @@ namespace moetrain::ops {
 // document, so that one list separates both.
 struct Documents {
   std::span<const std::int64_t> starts;  // (N+1) ascending, first 0, last T; on the host
+  ConstTensor on_device = {};            // (N+1) i64, the same list on the device; needed by ops on CUDA
   std::int64_t count() const { return std::int64_t(starts.size()) - 1; }
   std::int64_t begin(std::int64_t n) const { return starts[std::size_t(n)]; }
   std::int64_t end(std::int64_t n) const { return starts[std::size_t(n) + 1]; }
@@ -23,6 +24,8 @@ struct Documents {
   void check_cover(std::int64_t T) const {
     check(!starts.empty() && starts.front() == 0 && starts.back() == T, "documents: starts do not cover the tokens", {{"T", T}, {"starts", std::int64_t(starts.size())}});
     for (std::int64_t n = 0; n < count(); ++n) check(begin(n) <= end(n), "documents: starts do not ascend", {{"n", n}});
+    check(!on_device.present() || (on_device.count() == std::int64_t(starts.size()) && on_device.dtype == DType::i64),
+          "documents: the list on the device does not fit the one on the host", {{"starts", std::int64_t(starts.size())}, {"on device", on_device.count()}});
   }
 };
 

@@ -13,8 +13,13 @@
 
 namespace moetrain::ops {
 
-// Do the offsets cut R rows into `groups` runs?
-inline void check_group_offsets(std::span<const std::int64_t> offsets, std::int64_t groups, std::int64_t R) {
+// Do the offsets cut R rows into `groups` runs? Those on a device are not looked into.
+inline void check_group_offsets(std::span<const std::int64_t> offsets, ConstTensor device_offsets, std::int64_t groups, std::int64_t R) {
+  if (device_offsets.present()) {
+    check(device_offsets.shape == Shape{groups + 1} && device_offsets.dtype == DType::i64,
+          "grouped_linear: offsets on the device are not (groups + 1) i64", {{"offsets", device_offsets.count()}, {"groups", groups}});
+    return;
+  }
   check(std::int64_t(offsets.size()) == groups + 1, "grouped_linear: offsets are not one more than the groups",
         {{"offsets", std::int64_t(offsets.size())}, {"groups", groups}});
   check(offsets.front() == 0 && offsets.back() == R, "grouped_linear: offsets do not cover the rows",
@@ -28,6 +33,8 @@ struct GroupedLinearForward {
   ConstTensor w;                          // (e, O, I)
   Tensor y;                               // (R, O)
   std::span<const std::int64_t> offsets;  // (e+1) on the host; empty groups are normal
+  ConstTensor device_offsets = {};        // (e+1) i64 on the device, for CUDA, which then needs none on the host
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(x.shape.rank() == 2 && w.shape.rank() == 3 && x.shape[1] == w.shape[2], "grouped_linear: x is not (R, I) of w (e, O, I)",
           {{"I of x", x.shape[1]}, {"I of w", w.shape[2]}});
@@ -38,7 +45,7 @@ struct GroupedLinearForward {
               real_of(y.dtype) == real,
           "grouped_linear: types are not floating, or mix f64 with others",
           {{"x", std::int64_t(x.dtype)}, {"w", std::int64_t(w.dtype)}, {"y", std::int64_t(y.dtype)}});
-    check_group_offsets(offsets, w.shape[0], x.shape[0]);
+    check_group_offsets(offsets, device_offsets, w.shape[0], x.shape[0]);
   }
 };
 
@@ -49,7 +56,9 @@ struct GroupedLinearBackward {
   Tensor dx;                              // (R, I); absent: not wanted
   Tensor dw;                              // (e, O, I) real; adds; absent: frozen
   std::span<const std::int64_t> offsets;  // (e+1)
+  ConstTensor device_offsets = {};        // (e+1) i64, as above
   bool add_dx = false;                    // dx += instead of dx =
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(dy.shape.rank() == 2 && is_floating(dy.dtype), "grouped_linear: dy is not a floating (R, O)",
           {{"rank", dy.shape.rank()}, {"dtype", std::int64_t(dy.dtype)}});
@@ -63,7 +72,7 @@ struct GroupedLinearBackward {
       check(is_floating(w.dtype) && is_floating(dx.dtype) && real_of(w.dtype) == real && real_of(dx.dtype) == real,
             "grouped_linear: types of w or dx are not floating, or mix f64 with others",
             {{"dy", std::int64_t(dy.dtype)}, {"w", std::int64_t(w.dtype)}, {"dx", std::int64_t(dx.dtype)}});
-      check_group_offsets(offsets, w.shape[0], R);
+      check_group_offsets(offsets, device_offsets, w.shape[0], R);
     }
     if (dw.present()) {
       check(x.shape.rank() == 2 && x.shape[0] == R, "grouped_linear: x is not (R, I) of dy (R, O)",
@@ -73,7 +82,7 @@ struct GroupedLinearBackward {
       check(is_floating(x.dtype) && real_of(x.dtype) == real && dw.dtype == real,
             "grouped_linear: x mixes f64 with others, or dw is not real",
             {{"dy", std::int64_t(dy.dtype)}, {"x", std::int64_t(x.dtype)}, {"dw", std::int64_t(dw.dtype)}});
-      check_group_offsets(offsets, dw.shape[0], R);
+      check_group_offsets(offsets, device_offsets, dw.shape[0], R);
     }
   }
 };

@@ -20,6 +20,7 @@ struct RmsNormForward {
   Tensor y;       // (T, D)
   Tensor r;       // (T) real; kept for backward
   double eps;
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(x.shape.rank() == 2, "rmsnorm: x is not (T, D)", {{"rank", x.shape.rank()}});
     const std::int64_t T = x.shape[0], D = x.shape[1];
@@ -40,6 +41,7 @@ struct RmsNormBackward {
   ConstTensor r;   // (T) real
   Tensor dx;       // (T, D); may alias dy; absent: not wanted
   Tensor dw;       // (D) real; adds; absent: frozen
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(x.shape.rank() == 2, "rmsnorm: x is not (T, D)", {{"rank", x.shape.rank()}});
     const std::int64_t T = x.shape[0], D = x.shape[1];
@@ -69,20 +71,10 @@ void rmsnorm(Context&, const RmsNormBackward&);
 }  // namespace cuda
 
 inline void rmsnorm(Context& ctx, const RmsNormForward& a) {
-  dispatch(
-      ctx, "rmsnorm forward", a, [&] { cpu::rmsnorm(ctx, a); },
-      [&] {
-        if constexpr (kHasCuda) return cuda::rmsnorm(ctx, a);
-        no_cuda("rmsnorm forward");
-      });
+  dispatch(ctx, "rmsnorm forward", a, [&] { cpu::rmsnorm(ctx, a); }, [&] { if constexpr (kHasCuda) cuda::rmsnorm(ctx, a); });
 }
 inline void rmsnorm(Context& ctx, const RmsNormBackward& a) {
-  dispatch(
-      ctx, "rmsnorm backward", a, [&] { cpu::rmsnorm(ctx, a); },
-      [&] {
-        if constexpr (kHasCuda) return cuda::rmsnorm(ctx, a);
-        no_cuda("rmsnorm backward");
-      });
+  dispatch(ctx, "rmsnorm backward", a, [&] { cpu::rmsnorm(ctx, a); }, [&] { if constexpr (kHasCuda) cuda::rmsnorm(ctx, a); });
 }
 
 }  // namespace moetrain::ops

@@ -7,6 +7,7 @@
 #include "memory/cuda_memory.h"
 #include "memory/stack.h"
 #include "ops/context.h"
+#include "ops/documents.h"
 #include "tests/support/tensors.h"
 
 namespace moetrain::test {
@@ -34,6 +35,13 @@ class DeviceBench {
     copy_to_device(Device::cuda, t.data, host.data, host.bytes());
     return t;
   }
+  // The same documents with their list on the device too; the span must outlive its users.
+  ops::Documents documents(std::span<const std::int64_t> starts) {
+    const auto n = std::int64_t(starts.size());
+    const Tensor t = empty(DType::i64, {n});
+    copy_to_device(Device::cuda, t.data, starts.data(), t.bytes());
+    return {starts, t};
+  }
   // The tensor's elements in a tensor of the host bench; waits for all work queued on the default stream.
   Tensor to_host(Bench& bench, ConstTensor device) const {
     const Tensor t = bench.empty(device.dtype, device.shape);
@@ -58,7 +66,8 @@ class DeviceBench {
   };
   Memory memory_{Device::cuda};
   Stack scratch_{memory_, Category::workspace, /*poison=*/true};
-  ops::Context context_{scratch_};
+  ops::OwnedBlas blas_ = ops::make_blas(memory_);
+  ops::Context context_{.scratch = scratch_, .blas = blas_.get()};
   std::vector<Block> blocks_;
 };
 

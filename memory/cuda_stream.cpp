@@ -1,0 +1,41 @@
+// cuda_stream.cpp -- streams and events by the CUDA runtime.
+#include <spdlog/spdlog.h>
+
+#include "memory/cuda_check.h"
+#include "memory/stream.h"
+
+namespace moetrain::cuda {
+namespace {
+
+void warn_unless_ok(cudaError_t status, const char* call) noexcept {
+  if (status != cudaSuccess && status != cudaErrorCudartUnloading) spdlog::warn("{}: {}", call, cudaGetErrorString(status));
+}
+
+}  // namespace
+
+Event::Event(bool timed) { cuda_ok(cudaEventCreateWithFlags(&event_, timed ? cudaEventDefault : cudaEventDisableTiming)); }
+Event::~Event() { warn_unless_ok(cudaEventDestroy(event_), "cudaEventDestroy"); }
+void Event::record(CUstream_st* stream) { cuda_ok(cudaEventRecord(event_, stream)); }
+void Event::synchronize() const { cuda_ok(cudaEventSynchronize(event_)); }
+bool Event::reached() const {
+  const auto status = cudaEventQuery(event_);
+  if (status != cudaErrorNotReady) cuda_ok(status);
+  return status == cudaSuccess;
+}
+float Event::ms_since(const Event& earlier) const {
+  float ms = 0;
+  cuda_ok(cudaEventElapsedTime(&ms, earlier.event_, event_));
+  return ms;
+}
+
+Stream::Stream(bool urgent) {
+  int least = 0, most = 0;
+  cuda_ok(cudaDeviceGetStreamPriorityRange(&least, &most));
+  cuda_ok(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, urgent ? most : least));
+}
+Stream::~Stream() { warn_unless_ok(cudaStreamDestroy(stream_), "cudaStreamDestroy"); }
+
+void wait(CUstream_st* stream, const Event& for_it) { cuda_ok(cudaStreamWaitEvent(stream, for_it.get())); }
+void synchronize(CUstream_st* stream) { cuda_ok(cudaStreamSynchronize(stream)); }
+
+}  // namespace moetrain::cuda
