@@ -34,14 +34,6 @@ Coordinates coordinates_of(const MeshShape& shape, int rank) {
   return c;
 }
 
-int rank_of(const MeshShape& shape, const Coordinates& c) {
-  check(0 <= c.data && c.data < shape.data && 0 <= c.expert && c.expert < shape.expert && 0 <= c.sequence &&
-            c.sequence < shape.sequence && 0 <= c.tensor && c.tensor < shape.tensor,
-        "mesh: coordinates outside the mesh",
-        {{"data", c.data}, {"expert", c.expert}, {"sequence", c.sequence}, {"tensor", c.tensor}});
-  return ((c.data * shape.expert + c.expert) * shape.sequence + c.sequence) * shape.tensor + c.tensor;
-}
-
 Mesh::Mesh(MeshShape shape, std::unique_ptr<Communicator> world) : shape_(shape) {
   check(shape.data >= 1 && shape.expert >= 1 && shape.sequence >= 1 && shape.tensor >= 1 && world->size() == shape.ranks(),
         "mesh: the axes do not make up the ranks of the job",

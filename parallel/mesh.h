@@ -17,7 +17,6 @@ struct Coordinates {
   bool operator==(const Coordinates&) const = default;
 };
 Coordinates coordinates_of(const MeshShape& shape, int rank);
-int rank_of(const MeshShape& shape, const Coordinates& c);
 
 // Along each axis data and control travel apart: stop flags and hashes never wait behind weights.
 struct Axis {

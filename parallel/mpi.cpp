@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -117,6 +118,8 @@ class OwnedComm {
   OwnedComm(const OwnedComm&) = delete;
   OwnedComm& operator=(const OwnedComm&) = delete;
   ~OwnedComm() {
+    // Freeing may wait for the whole group, and after an exception the others may wait elsewhere for us; what ends the run ends it too.
+    if (std::uncaught_exceptions() > 0) return;
     int finalized = 0;
     if (MPI_Finalized(&finalized) == MPI_SUCCESS && !finalized && MPI_Comm_free(&comm_) == MPI_SUCCESS) return;
     try {

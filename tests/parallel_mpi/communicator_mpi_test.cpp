@@ -1,4 +1,6 @@
 // communicator_mpi_test.cpp -- every collective against its definition, with data that says where it comes from.
+#include <mpi.h>
+
 #include <cstring>
 #include <limits>
 #include <numeric>
@@ -21,7 +23,32 @@ constexpr std::int64_t kRoundBytes[] = {std::int64_t(64) << 20, 64, 8};
 // A whole number that no other (collective, rank, place) has.
 double origin(int piece, int rank, std::int64_t i) { return 100000.0 * piece + 1000.0 * rank + double(i) + 1; }
 
+int communicators_freed = 0;
+
 }  // namespace
+
+extern "C" int MPI_Comm_free(MPI_Comm* comm) {  // in place of MPI's own, so that its calls can be counted
+  ++communicators_freed;
+  return PMPI_Comm_free(comm);
+}
+
+TEST_CASE("a communicator is freed at its end, but not by a rank that leaves with an exception while others wait elsewhere", "[parallel][mpi]") {
+  const auto world = mpi_world();
+  auto group = mpi_world();
+  int before = communicators_freed;
+  group.reset();
+  CHECK(communicators_freed == before + 1);
+  group = mpi_world();
+  before = communicators_freed;
+  if (world->rank() == 1) {
+    CHECK_THROWS_AS([leaving = std::move(group)]() mutable {
+      const auto dying = std::move(leaving);
+      throw Error("alone");
+    }(), Error);
+    CHECK(communicators_freed == before);
+  }
+  world->barrier();  // would not be reached by rank 1 if its way out waited for the others
+}
 
 TEST_CASE("all_gather of a batch brings every rank's piece to its place, empty ones too", "[parallel][mpi]") {
   for (const auto round_bytes : kRoundBytes) {
