@@ -30,6 +30,7 @@ struct AttentionForward {
   Tensor lse;          // (T, N) real, natural log of the sum of exp of the scaled scores; kept for backward
   Tensor probability;  // (T, W) real, mean over heads of what t gives to position (start of its document + column), W >= longest
                        // document, columns past t are 0; absent: not wanted
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(q.shape.rank() == 3 && kv.shape.rank() == 3 && k_extra.shape.rank() == 2,
           "attention: q, kv, k_extra are not of rank 3, 3, 2",
@@ -67,6 +68,7 @@ struct AttentionBackward {
   Tensor dq;        // (T, N, Hn + He)
   Tensor dkv;       // (T, N, Hn + Hv)
   Tensor dk_extra;  // (T, He)
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(q.shape.rank() == 3 && kv.shape.rank() == 3 && k_extra.shape.rank() == 2,
           "attention: q, kv, k_extra are not of rank 3, 3, 2",

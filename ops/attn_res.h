@@ -25,6 +25,7 @@ struct AttnResForward {
   double eps;
   Tensor y;        // (T, D)
   Tensor weights;  // (T, Z) real, the softmax; kept for backward
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     const auto Z = std::int64_t(sources.size());
     check(Z > 0, "attn_res: no sources");
@@ -58,6 +59,7 @@ struct AttnResBackward {
   std::span<const Tensor> dsources;  // Z of (T, D) real; add
   Tensor dgamma;                     // (D) real; adds; absent (with dquery): frozen
   Tensor dquery;                     // (1, D) real; adds
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     const auto Z = std::int64_t(sources.size());
     check(Z > 0 && std::int64_t(dsources.size()) == Z, "attn_res: sources and dsources differ in number",

@@ -22,6 +22,7 @@ struct HeadLinearForward {
   ConstTensor x;  // to_latent: (T, N, X), used columns [column, column + width); from_latent: (T, N, C)
   std::int64_t column;
   Tensor y;  // to_latent: (T, N, C); from_latent: (T, N, Y), written columns [column, column + width)
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(w.shape.rank() == 3 && x.shape.rank() == 3 && y.shape.rank() == 3, "head_linear: w, x, y are not of rank 3",
           {{"w", w.shape.rank()}, {"x", x.shape.rank()}, {"y", y.shape.rank()}});
@@ -50,6 +51,7 @@ struct HeadLinearBackward {
   ConstTensor dy;  // as y in forward
   Tensor dx;       // as x; to_latent writes only the used columns; absent: not wanted
   Tensor dw;       // (N, A, C) real; adds to the used rows; absent: frozen
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(w.shape.rank() == 3 && x.shape.rank() == 3 && dy.shape.rank() == 3, "head_linear: w, x, dy are not of rank 3",
           {{"w", w.shape.rank()}, {"x", x.shape.rank()}, {"dy", dy.shape.rank()}});

@@ -70,6 +70,7 @@ struct GatedHeadNormBackward {
   Tensor do_;        // (T, N, H); may alias dy
   Tensor dgate;      // (T, N, H)
   Tensor dw;         // (H) real; adds; absent: frozen
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(o.shape.rank() == 3, "gated_head_norm: o is not (T, N, H)", {{"rank", o.shape.rank()}});
     for (const ConstTensor& t : {dy, gate, ConstTensor(do_), ConstTensor(dgate)})

@@ -30,6 +30,7 @@ struct IndexerSelect {
   ConstTensor weights;  // (T, J) real, already scaled by J^-1/2 H^-1/2; any sign
   Documents documents;
   Tensor indices;  // (T, K) i32, by score descending, ties to the later position, then -1
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(q.shape.rank() == 3 && indices.shape.rank() == 2, "indexer_select: q, indices are not of rank 3, 2",
           {{"q", q.shape.rank()}, {"indices", indices.shape.rank()}});
@@ -61,6 +62,7 @@ struct IndexerLoss {
   Tensor dq;              // (T, J, H); absent (with dk, dweights): loss only
   Tensor dk;              // (T, H)
   Tensor dweights;        // (T, J) real, gradient of the scaled weights
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(q.shape.rank() == 3 && target.shape.rank() == 2, "indexer_loss: q, target are not of rank 3, 2",
           {{"q", q.shape.rank()}, {"target", target.shape.rank()}});

@@ -49,6 +49,7 @@ struct KdaForward {
   ConstTensor initial_state;  // (documents, N, H, Hv) real; absent: zero
   Tensor o;                   // (T, N, Hv)
   Tensor final_state;         // (documents, N, H, Hv) real; absent: not wanted
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(q.shape.rank() == 3 && v.shape.rank() == 3, "kda: q is not (T, N, H) or v not (T, N, Hv)",
           {{"q", q.shape.rank()}, {"v", v.shape.rank()}});
@@ -88,6 +89,7 @@ struct KdaBackward {
   Tensor dg;                  // (T, N, H) real
   Tensor dbeta;               // (T, N) real
   Tensor dinitial_state;      // (documents, N, H, Hv) real; absent: not wanted
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     KdaForward{form, q, k, v, g, beta, scale, bounded_gate, documents, initial_state, dv, dinitial_state}.check_shapes();
     const auto real = real_of(q.dtype);

@@ -53,6 +53,7 @@ struct KdaGateBackward {
   Tensor db;        // (T, N)
   Tensor da_log;    // (N) real; adds; absent: frozen
   Tensor ddt_bias;  // (N, H) real; adds; absent: frozen
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(f.shape.rank() == 3, "kda_gate: f is not (T, N, H)", {{"rank", f.shape.rank()}});
     const auto T = f.shape[0], N = f.shape[1], H = f.shape[2];

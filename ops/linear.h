@@ -16,6 +16,7 @@ struct LinearForward {
   ConstTensor w;     // (O, I)
   Tensor y;          // (T, O), any floating type (logits of a router are real)
   bool add = false;  // y += instead of y =
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(x.shape.rank() == 2 && w.shape.rank() == 2 && x.shape[1] == w.shape[1], "linear: x is not (T, I) of w (O, I)",
           {{"I of x", x.shape[1]}, {"I of w", w.shape[1]}});
@@ -36,6 +37,7 @@ struct LinearBackward {
   Tensor dx;            // (T, I); absent: not wanted
   Tensor dw;            // (O, I) real; adds; absent: frozen
   bool add_dx = false;  // dx += instead of dx =
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(dy.shape.rank() == 2 && is_floating(dy.dtype), "linear: dy is not a floating (T, O)",
           {{"rank", dy.shape.rank()}, {"dtype", std::int64_t(dy.dtype)}});

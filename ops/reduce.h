@@ -12,6 +12,7 @@ namespace moetrain::ops {
 struct SumOfSquares {
   ConstTensor x;  // any shape, floating
   Tensor sum;     // (1) f64; adds sum x^2 in f64 (a non-finite element makes it non-finite)
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(is_floating(x.dtype), "sum_of_squares: x is not floating", {{"x", std::int64_t(x.dtype)}});
     check(sum.shape == Shape{1} && sum.dtype == DType::f64, "sum_of_squares: sum is not (1) f64",

@@ -20,6 +20,7 @@ struct ShortConvForward {
   ConstTensor w;  // (P, 1, k) real; tap k-1 multiplies the current token
   Tensor y;       // (T, P) = silu(conv)
   Documents documents;
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(u.shape.rank() == 2, "short_conv: u is not (T, P)", {{"rank", u.shape.rank()}});
     const auto T = u.shape[0], P = u.shape[1];
@@ -39,6 +40,7 @@ struct ShortConvBackward {
   Tensor du;       // (T, P); may not alias dy
   Tensor dw;       // (P, 1, k) real; adds; absent: frozen
   Documents documents;
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     ShortConvForward{u, w, du, documents}.check_shapes();
     check(dy.shape == u.shape && dy.dtype == u.dtype, "short_conv: dy does not fit u", {{"u", u.count()}, {"dy", dy.count()}});

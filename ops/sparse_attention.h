@@ -32,6 +32,7 @@ struct SparseAttentionForward {
   Tensor o_latent;     // (T, N, C)
   Tensor lse;          // (T, N) real; kept for backward
   Tensor probability;  // (T, K) real, mean over heads, 0 at empty slots; absent: not wanted
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(q_latent.shape.rank() == 3 && q.shape.rank() == 3 && k_extra.shape.rank() == 2 && indices.shape.rank() == 2,
           "sparse_attention: q_latent, q, k_extra, indices are not of rank 3, 3, 2, 2",
@@ -80,6 +81,7 @@ struct SparseAttentionBackward {
   Tensor dq;         // (T, N, Hn + He), written: the last He columns
   Tensor dlatent;    // (T, C)
   Tensor dk_extra;   // (T, He)
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(q_latent.shape.rank() == 3 && q.shape.rank() == 3 && k_extra.shape.rank() == 2 && indices.shape.rank() == 2,
           "sparse_attention: q_latent, q, k_extra, indices are not of rank 3, 3, 2, 2",

@@ -4,13 +4,12 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <vector>
 
 #include "ops/cpu/exp.h"
 #include "ops/cpu/gemm.h"
 #include "ops/cpu/real_output.h"
+#include "ops/cpu/softmax.h"
 
 namespace moetrain::ops::cpu {
 namespace {
@@ -54,24 +53,6 @@ void scores(const Sizes& s, const Block& b, std::int64_t n, R scale, const R* q,
     gemm<R>(false, true, rows, keys, s.He, scale, q_block + s.Hn, q_stride, k_extra + b.first * s.He, s.He, R(1), z, keys);
 }
 
-// Turns a row of n scores into probabilities and returns their lse; columns past n become 0.
-template <class R>
-R softmax(R* z, std::int64_t n, std::int64_t columns) {
-  R top = z[0];
-#pragma omp simd reduction(max : top)
-  for (std::int64_t s = 0; s < n; ++s) top = std::max(top, z[s]);
-#pragma omp simd
-  for (std::int64_t s = 0; s < n; ++s) z[s] = exp(z[s] - top);
-  R sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (std::int64_t s = 0; s < n; ++s) sum += z[s];
-  const R share = R(1) / sum;
-#pragma omp simd
-  for (std::int64_t s = 0; s < n; ++s) z[s] *= share;
-  for (std::int64_t s = n; s < columns; ++s) z[s] = 0;
-  return top + std::log(sum);
-}
-
 template <class T>
 void forward(Context& ctx, const AttentionForward& a) {
   using R = acc_t<T>;
@@ -84,9 +65,11 @@ void forward(Context& ctx, const AttentionForward& a) {
 
   // a mean over heads is summed by whoever holds all heads of a row; else every head is work of its own
   const std::int64_t heads_an_item = probability ? s.N : 1, items_a_block = s.N / heads_an_item;
+  const std::int64_t scratch_size = std::min(kRows, s.longest) * s.longest;
+  R* const scratch = ctx.scratch.take(DTypeOf<R>::value, {omp_get_max_threads(), scratch_size}).template as<R>();
+  if (ctx.dry()) return;
   const auto blocks = blocks_of(a.documents);
-  const std::int64_t items = std::int64_t(blocks.size()) * items_a_block, scratch_size = std::min(kRows, s.longest) * s.longest;
-  R* const scratch = ctx.scratch.take(DTypeOf<R>::value, {omp_get_max_threads() * scratch_size}).template as<R>();
+  const std::int64_t items = std::int64_t(blocks.size()) * items_a_block;
 #pragma omp parallel for schedule(dynamic) if (s.worth_threads())
   for (std::int64_t item = 0; item < items; ++item) {
     const Block b = blocks[std::size_t(item / items_a_block)];
@@ -98,7 +81,8 @@ void forward(Context& ctx, const AttentionForward& a) {
       for (std::int64_t r = 0; r < rows; ++r) {
         const std::int64_t t = b.begin + r, causal = t - b.first + 1;
         R* p = z + r * keys;
-        lse[t * s.N + n] = softmax(p, causal, keys);
+        lse[t * s.N + n] = softmax(p, causal);
+        std::fill(p + causal, p + keys, R(0));
         if (!probability) continue;
         R* mean = probability + t * W;
         for (std::int64_t k = 0; k < causal; ++k) mean[k] += p[k] / R(s.N);
@@ -140,7 +124,8 @@ void backward(Context& ctx, const AttentionBackward& a) {
   const R *lse = a.lse.as<R>(), scale = R(a.scale);
   R* const dk_extra_head = ctx.scratch.take(DTypeOf<R>::value, {s.N, s.T, s.He}).template as<R>();  // summed over heads at the end
   const std::int64_t scratch_size = std::min(kRows, s.longest) * s.longest, q_stride = s.N * s.q(), kv_stride = s.N * s.kv();
-  R* const scratch = ctx.scratch.take(DTypeOf<R>::value, {omp_get_max_threads() * 2 * scratch_size}).template as<R>();
+  R* const scratch = ctx.scratch.take(DTypeOf<R>::value, {omp_get_max_threads(), 2 * scratch_size}).template as<R>();
+  if (ctx.dry()) return;
 
 #pragma omp parallel for schedule(dynamic) if (s.worth_threads())
   for (std::int64_t item = 0; item < a.documents.count() * s.N; ++item) {

@@ -16,6 +16,7 @@ constexpr std::int64_t kColumns = 256;  // summed at once, in the first-level ca
 template <class R>
 const R* product_of(Context& ctx, const R* gamma, const R* query, std::int64_t D) {
   R* c = ctx.scratch.take(DTypeOf<R>::value, {D}).template as<R>();
+  if (ctx.dry()) return c;
 #pragma omp simd
   for (std::int64_t d = 0; d < D; ++d) c[d] = gamma[d] * query[d];
   return c;
@@ -35,6 +36,7 @@ void forward(Context& ctx, const AttnResForward& a) {
   const std::int64_t rows = a.y.shape[0], D = a.y.shape[1], Z = std::int64_t(a.sources.size());
   Scope scope(ctx.scratch);
   const R* c = product_of(ctx, cpu::reals<R>(ctx, a.gamma), cpu::reals<R>(ctx, a.query), D);
+  if (ctx.dry()) return;
 #pragma omp parallel for if (rows * D * Z > cpu::kWorthThreads)
   for (std::int64_t t = 0; t < rows; ++t) {
     R* weight = a.weights.as<R>() + t * Z;
@@ -107,7 +109,7 @@ void backward(Context& ctx, const AttnResBackward& a) {
       }
     }
   });
-  if (!trained) return;
+  if (!trained || ctx.dry()) return;
   R *dgamma = a.dgamma.as<R>(), *dquery = a.dquery.as<R>();
   for (std::int64_t d = 0; d < D; ++d) {
     dgamma[d] += dc[d] * query[d];

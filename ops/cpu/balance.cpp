@@ -4,17 +4,15 @@
 #include <algorithm>
 #include <cmath>
 
+#include "ops/cpu/exp.h"
 #include "ops/cpu/expert_ids.h"
 
 namespace moetrain::ops {
 namespace {
 
-constexpr std::int64_t kWorthThreads = 1 << 14;  // scores
+using cpu::sigmoid;
 
-template <class R>
-R sigmoid(R x) {
-  return 1 / (1 + std::exp(-x));
-}
+constexpr std::int64_t kWorthThreads = 1 << 14;  // scores
 
 template <class Body>
 void with_real(DType dtype, Body&& body) {

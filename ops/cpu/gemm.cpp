@@ -15,16 +15,11 @@ extern "C" void openblas_set_num_threads(int) __attribute__((weak));  // absent 
 namespace moetrain::ops::cpu {
 namespace {
 
-int blas_int(std::int64_t size) {
-  check(size <= std::numeric_limits<int>::max(), "gemm: a size is beyond what BLAS can index", {{"size", size}});
-  return int(size);
-}
-
 template <class R>
 void one_thread(bool transpose_a, bool transpose_b, std::int64_t m, std::int64_t n, std::int64_t k, R alpha, const R* a,
                 std::int64_t lda, const R* b, std::int64_t ldb, R beta, R* c, std::int64_t ldc) {
   const auto ta = transpose_a ? CblasTrans : CblasNoTrans, tb = transpose_b ? CblasTrans : CblasNoTrans;
-  const int mi = blas_int(m), ni = blas_int(n), ki = blas_int(k), ai = blas_int(lda), bi = blas_int(ldb), ci = blas_int(ldc);
+  const int mi = int(m), ni = int(n), ki = int(k), ai = int(lda), bi = int(ldb), ci = int(ldc);
   if constexpr (std::is_same_v<R, double>)
     cblas_dgemm(CblasRowMajor, ta, tb, mi, ni, ki, alpha, a, ai, b, bi, beta, c, ci);
   else
@@ -42,6 +37,9 @@ void gemm(bool transpose_a, bool transpose_b, std::int64_t m, std::int64_t n, st
       for (std::int64_t j = 0; j < n; ++j) c[i * ldc + j] = beta == R(0) ? R(0) : beta * c[i * ldc + j];
     return;
   }
+  // Here, since an Error does not get out of a parallel region.
+  for (const std::int64_t size : {m, n, k, lda, ldb, ldc})
+    check(size <= std::numeric_limits<int>::max(), "gemm: a size is beyond what BLAS can index", {{"size", size}});
   [[maybe_unused]] static const bool alone = [] {
     if (openblas_set_num_threads != nullptr) openblas_set_num_threads(1);
     return true;

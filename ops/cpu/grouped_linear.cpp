@@ -8,8 +8,8 @@
 #include <initializer_list>
 #include <vector>
 
-#include "ops/cpu/types.h"
-#include "ops/linear.h"
+#include "ops/cpu/gemm.h"
+#include "ops/cpu/linear_blocks.h"
 
 namespace moetrain::ops {
 namespace {
@@ -42,32 +42,39 @@ BasicTensor<kConst> run(BasicTensor<kConst> x, std::int64_t begin, std::int64_t 
   return x.present() ? x.rows(begin, end) : x;
 }
 
-}  // namespace
+// Every product of forward has kRows rows, the last of a group padded: BLAS picks its kernels by size, so only then is a row's
+// result the same bits however many rows its expert got, and one document's outputs do not depend on another's.
+constexpr std::int64_t kRows = 32;
 
-// Every product has kRows rows, the last of a group padded: BLAS picks its kernels by size, so only then is a row's result
-// the same bits however many rows its expert got, and one document's outputs do not depend on another's.
-void cpu::grouped_linear(Context& ctx, const GroupedLinearForward& a) {
-  constexpr std::int64_t kRows = 32;
-  struct Block {
-    std::int64_t group, begin, end;
-  };
+struct Block {
+  std::int64_t group, begin, end;
+};
+
+std::vector<Block> blocks_of_rows(std::span<const std::int64_t> offsets) {
   std::vector<Block> blocks;
-  for (std::int64_t g = 0; g + 1 < std::int64_t(a.offsets.size()); ++g)
-    for (std::int64_t r = a.offsets[std::size_t(g)], end = a.offsets[std::size_t(g) + 1]; r < end; r += kRows)
+  for (std::int64_t g = 0; g + 1 < std::int64_t(offsets.size()); ++g)
+    for (std::int64_t r = offsets[std::size_t(g)], end = offsets[std::size_t(g) + 1]; r < end; r += kRows)
       blocks.push_back({g, r, std::min(end, r + kRows)});
-  const bool parallel = real_operands({a.x, a.w, a.y}) && blocks.size() > 1;
-  const int threads = parallel ? omp_get_max_threads() : 1;
+  return blocks;
+}
+
+// Rows past a group's end hold an older block's values; their results are not read.
+void forward_in_place(Context& ctx, const GroupedLinearForward& a) {
+  // R rows may be as many blocks: scratch does not depend on how they are spread over groups.
+  const auto threads = int(std::clamp<std::int64_t>(a.x.shape[0], 1, omp_get_max_threads()));
   Scope scope(ctx.scratch);
   const Tensor padded_x = ctx.scratch.zeros(a.x.dtype, {threads, kRows, a.x.shape[1]});
   const Tensor padded_y = ctx.scratch.take(a.y.dtype, {threads, kRows, a.y.shape[1]});
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (parallel)
+  if (ctx.dry()) return;
+  const auto blocks = blocks_of_rows(a.offsets);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (blocks.size() > 1)
   for (std::size_t i = 0; i < blocks.size(); ++i) {
     const Block& b = blocks[i];
     ConstTensor x = a.x.rows(b.begin, b.end);
     Tensor y = a.y.rows(b.begin, b.end);
     const std::int64_t thread = omp_get_thread_num();
     const bool whole = b.end - b.begin == kRows;
-    if (!whole) {  // rows past the group's end hold an older block's values; their results are not read
+    if (!whole) {
       const Tensor block = matrix(padded_x, thread);
       std::memcpy(block.data, x.data, std::size_t(x.bytes()));
       x = block;
@@ -78,19 +85,56 @@ void cpu::grouped_linear(Context& ctx, const GroupedLinearForward& a) {
   }
 }
 
+// Each block of outputs of an expert is converted once and meets all the expert's rows.
+template <class R>
+void forward_converted(Context& ctx, const GroupedLinearForward& a) {
+  const std::int64_t I = a.x.shape[1], O = a.y.shape[1];
+  const std::int64_t most = cpu::blocks_of<R>({a.x, a.w, a.y}, kRows, O, I).outputs;
+  Scope scope(ctx.scratch);
+  R* x = ctx.scratch.zeros(DTypeOf<R>::value, {kRows, I}).template as<R>();
+  R* w_scratch = cpu::scratch_for<R>(ctx, a.w, most, I);
+  R* y = ctx.scratch.take(DTypeOf<R>::value, {kRows, most}).template as<R>();
+  if (ctx.dry()) return;
+  each_group(a.offsets, /*parallel=*/false, [&](std::int64_t g, std::int64_t first, std::int64_t last) {
+    for (std::int64_t o = 0; o < O; o += most) {
+      const std::int64_t outputs = std::min(most, O - o);
+      const auto w = cpu::reals<R>(matrix(a.w, g), {o, outputs, 0, I}, w_scratch);
+      for (std::int64_t r = first; r < last; r += kRows) {
+        const std::int64_t rows = std::min(kRows, last - r);
+        if (const auto from = cpu::reals<R>(a.x, {r, rows, 0, I}, x); from.data != x) std::copy_n(from.data, rows * I, x);
+        cpu::gemm<R>(false, true, kRows, outputs, I, 1, x, I, w.data, w.stride, 0, y, outputs);
+        cpu::write_reals<R>(y, a.y, {r, rows, o, outputs}, /*add=*/false);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void cpu::grouped_linear(Context& ctx, const GroupedLinearForward& a) {
+  if (real_operands({a.x, a.w, a.y})) return forward_in_place(ctx, a);
+  forward_converted<float>(ctx, a);  // f64 does not mix
+}
+
 void cpu::grouped_linear(Context& ctx, const GroupedLinearBackward& a) {
   const ConstTensor in = a.dx.present() ? ConstTensor(a.dx) : a.x;
   if (!in.present()) return;
   const double work = double(a.dy.count()) * double(in.shape[1]);
-  each_group(a.offsets, side_by_side({a.dy, a.x, a.w, a.dx}, std::int64_t(a.offsets.size()) - 1, work),
-             [&](std::int64_t g, std::int64_t begin, std::int64_t end) {
-               cpu::linear(ctx, LinearBackward{.dy = a.dy.rows(begin, end),
-                                               .x = run(a.x, begin, end),
-                                               .w = matrix(a.w, g),
-                                               .dx = run(a.dx, begin, end),
-                                               .dw = matrix(a.dw, g),
-                                               .add_dx = a.add_dx});
-             });
+  const auto backward = [&](std::int64_t g, std::int64_t begin, std::int64_t end) {
+    cpu::linear_part(ctx,
+                     LinearBackward{.dy = a.dy.rows(begin, end),
+                                    .x = run(a.x, begin, end),
+                                    .w = matrix(a.w, g),
+                                    .dx = run(a.dx, begin, end),
+                                    .dw = matrix(a.dw, g),
+                                    .add_dx = a.add_dx},
+                     a.dy.shape[0]);
+  };
+  if (ctx.dry()) {  // each group takes the same
+    if (a.dy.shape[0] > 0 && a.offsets.size() > 1) backward(0, 0, 0);
+    return;
+  }
+  each_group(a.offsets, side_by_side({a.dy, a.x, a.w, a.dx}, std::int64_t(a.offsets.size()) - 1, work), backward);
 }
 
 }  // namespace moetrain::ops

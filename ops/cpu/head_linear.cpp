@@ -11,13 +11,13 @@ namespace {
 template <class R>
 struct Columns {
   R* data;
-  std::int64_t stride, head;  // to the next row, to the next head
-  R* of(std::int64_t n) const { return data + n * head; }
+  std::int64_t first, stride, head;  // in data; to the next row, to the next head
+  R* of(std::int64_t n) const { return data + first + n * head; }
 };
 
 template <class R>
 Columns<const R> input(Context& ctx, ConstTensor t, std::int64_t column) {
-  return {reals<R>(ctx, t) + column, t.shape.row(), t.shape[2]};
+  return {reals<R>(ctx, t), column, t.shape.row(), t.shape[2]};
 }
 
 // The columns [column, column + width) of every head of an output, in place or in scratch that round() copies out.
@@ -28,9 +28,10 @@ struct Output {
   Columns<R> columns;
   Output(Context& ctx, Tensor t, std::int64_t first, std::int64_t count) : to(t), column(first), width(count) {
     if constexpr (std::is_same_v<T, R>)
-      columns = {t.as<R>() + first, t.shape.row(), t.shape[2]};
+      columns = {t.as<R>(), first, t.shape.row(), t.shape[2]};
     else
-      columns = {ctx.scratch.take(DTypeOf<R>::value, {t.shape[0], t.shape[1], count}).template as<R>(), t.shape[1] * count, count};
+      columns = {ctx.scratch.take(DTypeOf<R>::value, {t.shape[0], t.shape[1], count}).template as<R>(), 0, t.shape[1] * count,
+                 count};
   }
   void round() const {
     if constexpr (!std::is_same_v<T, R>)
@@ -45,9 +46,11 @@ void forward(Context& ctx, const HeadLinearForward& a) {
   const std::int64_t rows = a.x.shape[0], N = a.w.shape[0], A = a.w.shape[1], C = a.w.shape[2];
   const bool to_latent = a.direction == HeadDirection::to_latent;
   const Scope scope(ctx.scratch);
-  const R* w = reals<R>(ctx, a.w) + a.row * C;
+  const R* all_w = reals<R>(ctx, a.w);
   const auto x = input<R>(ctx, a.x, to_latent ? a.column : 0);
   const Output<T, R> y(ctx, a.y, to_latent ? 0 : a.column, to_latent ? C : a.width);
+  if (ctx.dry()) return;
+  const R* w = all_w + a.row * C;
 #pragma omp parallel for schedule(static) if (rows * N * C > kWorthThreads)
   for (std::int64_t n = 0; n < N; ++n)
     if (to_latent)
@@ -57,34 +60,49 @@ void forward(Context& ctx, const HeadLinearForward& a) {
   y.round();
 }
 
+template <class T, class R>
+void backward_x(Context& ctx, const HeadLinearBackward& a, const Columns<const R>& dy) {
+  const std::int64_t rows = a.x.shape[0], N = a.w.shape[0], A = a.w.shape[1], C = a.w.shape[2];
+  const bool to_latent = a.direction == HeadDirection::to_latent;
+  if (!a.dx.present()) return;
+  const Scope scope(ctx.scratch);
+  const R* all_w = reals<R>(ctx, a.w);
+  const Output<T, R> dx(ctx, a.dx, to_latent ? a.column : 0, to_latent ? a.width : C);
+  if (ctx.dry()) return;
+  const R* w = all_w + a.row * C;
+#pragma omp parallel for schedule(static) if (rows * N * C > kWorthThreads)
+  for (std::int64_t n = 0; n < N; ++n)
+    if (to_latent)
+      gemm<R>(false, true, rows, a.width, C, R(1), dy.of(n), dy.stride, w + n * A * C, C, R(0), dx.columns.of(n),
+              dx.columns.stride);
+    else
+      gemm<R>(false, false, rows, C, a.width, R(1), dy.of(n), dy.stride, w + n * A * C, C, R(0), dx.columns.of(n),
+              dx.columns.stride);
+  dx.round();
+}
+
+template <class R>
+void backward_w(Context& ctx, const HeadLinearBackward& a, const Columns<const R>& dy) {
+  const std::int64_t rows = a.x.shape[0], N = a.w.shape[0], A = a.w.shape[1], C = a.w.shape[2];
+  const bool to_latent = a.direction == HeadDirection::to_latent;
+  if (!a.dw.present()) return;
+  const Scope scope(ctx.scratch);
+  const auto x = input<R>(ctx, a.x, to_latent ? a.column : 0);
+  if (ctx.dry()) return;
+  const auto heads = to_latent ? x : dy, latent = to_latent ? dy : x;
+  R* dw = a.dw.as<R>() + a.row * C;
+#pragma omp parallel for schedule(static) if (rows * N * C > kWorthThreads)
+  for (std::int64_t n = 0; n < N; ++n)
+    gemm<R>(true, false, a.width, C, rows, R(1), heads.of(n), heads.stride, latent.of(n), latent.stride, R(1), dw + n * A * C, C);
+}
+
 template <class T>
 void backward(Context& ctx, const HeadLinearBackward& a) {
   using R = acc_t<T>;
-  const std::int64_t rows = a.x.shape[0], N = a.w.shape[0], A = a.w.shape[1], C = a.w.shape[2];
-  const bool to_latent = a.direction == HeadDirection::to_latent;
   const Scope scope(ctx.scratch);
-  const auto dy = input<R>(ctx, a.dy, to_latent ? 0 : a.column);
-  if (a.dw.present()) {
-    const auto x = input<R>(ctx, a.x, to_latent ? a.column : 0);
-    const auto heads = to_latent ? x : dy, latent = to_latent ? dy : x;
-    R* dw = a.dw.as<R>() + a.row * C;
-#pragma omp parallel for schedule(static) if (rows * N * C > kWorthThreads)
-    for (std::int64_t n = 0; n < N; ++n)
-      gemm<R>(true, false, a.width, C, rows, R(1), heads.of(n), heads.stride, latent.of(n), latent.stride, R(1), dw + n * A * C, C);
-  }
-  if (a.dx.present()) {
-    const R* w = reals<R>(ctx, a.w) + a.row * C;
-    const Output<T, R> dx(ctx, a.dx, to_latent ? a.column : 0, to_latent ? a.width : C);
-#pragma omp parallel for schedule(static) if (rows * N * C > kWorthThreads)
-    for (std::int64_t n = 0; n < N; ++n)
-      if (to_latent)
-        gemm<R>(false, true, rows, a.width, C, R(1), dy.of(n), dy.stride, w + n * A * C, C, R(0), dx.columns.of(n),
-                dx.columns.stride);
-      else
-        gemm<R>(false, false, rows, C, a.width, R(1), dy.of(n), dy.stride, w + n * A * C, C, R(0), dx.columns.of(n),
-                dx.columns.stride);
-    dx.round();
-  }
+  const auto dy = input<R>(ctx, a.dy, a.direction == HeadDirection::to_latent ? 0 : a.column);
+  backward_w<R>(ctx, a, dy);
+  backward_x<T, R>(ctx, a, dy);
 }
 
 }  // namespace

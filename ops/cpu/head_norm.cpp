@@ -79,6 +79,7 @@ void backward(Context& ctx, const GatedHeadNormBackward& a) {
   const R *w = a.w.as<R>(), *r = a.r.as<R>();
   T *all_do = a.do_.as<T>(), *all_dgate = a.dgate.as<T>();
   R* sums = ctx.scratch.zeros(a.w.dtype, {groups, H}).template as<R>();
+  if (ctx.dry()) return;
 #pragma omp parallel for if (rows * H > kWorthThreads)
   for (std::int64_t group = 0; group < groups; ++group) {
     R* sum = sums + group * H;

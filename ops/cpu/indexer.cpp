@@ -65,13 +65,15 @@ void select(Context& ctx, const IndexerSelect& a) {
   const std::int64_t J = size.J, H = size.H, K = a.indices.shape[1];
   const Scope scope(ctx.scratch);
   const R *q = reals<R>(ctx, a.q), *k = reals<R>(ctx, a.k), *weights = a.weights.as<R>();
+  const std::int64_t threads = omp_get_max_threads();
+  R* const scratch = ctx.scratch.take(DTypeOf<R>::value, {threads, kRows * J + 1, size.longest}).template as<R>();
+  std::int32_t* const orders = ctx.scratch.take(DType::i32, {threads, size.longest}).as<std::int32_t>();
+  if (ctx.dry()) return;
+  const std::int64_t needed = (kRows * J + 1) * size.longest;
   std::int32_t* const indices = a.indices.as<std::int32_t>();
   std::vector<std::pair<std::int64_t, std::int64_t>> blocks;  // document, first row
   for (std::int64_t n = 0; n < a.documents.count(); ++n)
     for (std::int64_t t = a.documents.begin(n); t < a.documents.end(n); t += kRows) blocks.emplace_back(n, t);
-  const std::int64_t threads = omp_get_max_threads(), needed = (kRows * J + 1) * size.longest;
-  R* const scratch = ctx.scratch.take(DTypeOf<R>::value, {threads, needed}).template as<R>();
-  std::int32_t* const orders = ctx.scratch.take(DType::i32, {threads, size.longest}).as<std::int32_t>();
 #pragma omp parallel for schedule(dynamic) if (size.worth_threads(size.longest))
   for (std::size_t item = 0; item < blocks.size(); ++item) {
     const auto [document, begin] = blocks[item];
@@ -183,11 +185,6 @@ void loss(Context& ctx, const IndexerLoss& a) {
   const Sizes size(a);
   const bool sparse = a.indices.present(), gradients = a.dq.present();
   const std::int64_t W = a.target.shape[1], J = size.J, H = size.H;
-  if (sparse)
-    for (std::int64_t i = 0; i < size.T * W; ++i) {
-      const auto index = a.indices.as<std::int32_t>()[i];
-      check(-1 <= index && index < size.T, "indexer_loss: an index is no position", {{"at", i}, {"index", index}, {"T", size.T}});
-    }
   const Scope scope(ctx.scratch);
   std::optional<RealOutput<R>> dq;
   if (gradients) dq.emplace(ctx, a.dq);
@@ -203,12 +200,18 @@ void loss(Context& ctx, const IndexerLoss& a) {
                      row_loss};
   const std::int64_t dk_size = gradients ? size.T * H : 0;
   R* const dk_lanes = ctx.scratch.zeros(DTypeOf<R>::value, {kLanes, dk_size}).template as<R>();
-  const std::int64_t needed = sparse ? W * (J + 2 + 2 * H) : (kRows * J + 2) * size.longest;
-  R* const scratch = ctx.scratch.take(DTypeOf<R>::value, {omp_get_max_threads(), needed}).template as<R>();
+  const Shape needed = sparse ? Shape{W, J + 2 + 2 * H} : Shape{kRows * J + 2, size.longest};
+  R* const scratch = ctx.scratch.take(DTypeOf<R>::value, {omp_get_max_threads(), needed[0], needed[1]}).template as<R>();
+  if (ctx.dry()) return;
+  if (sparse)
+    for (std::int64_t i = 0; i < size.T * W; ++i) {
+      const auto index = a.indices.as<std::int32_t>()[i];
+      check(-1 <= index && index < size.T, "indexer_loss: an index is no position", {{"at", i}, {"index", index}, {"T", size.T}});
+    }
 #pragma omp parallel for schedule(dynamic) if (size.worth_threads(sparse ? W : size.longest))
   for (std::int64_t item = 0; item < a.documents.count() * kLanes; ++item) {
     const std::int64_t lane = item % kLanes, first = a.documents.begin(item / kLanes), last = a.documents.end(item / kLanes);
-    R *const mine = scratch + omp_get_thread_num() * needed, *const dk = dk_lanes + lane * dk_size;
+    R *const mine = scratch + omp_get_thread_num() * needed.count(), *const dk = dk_lanes + lane * dk_size;
     for (std::int64_t begin = first + lane * kRows; begin < last; begin += kLanes * kRows) {
       const std::int64_t end = std::min(begin + kRows, last);
       if (sparse)

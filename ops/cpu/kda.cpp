@@ -33,8 +33,12 @@ Sizes sizes_of(const Args& a) {
 }
 
 template <class R>
+R* take(Stack& scratch, const Shape& shape) {
+  return scratch.take(DTypeOf<R>::value, shape).template as<R>();
+}
+template <class R>
 R* take(Stack& scratch, std::int64_t count) {
-  return scratch.take(DTypeOf<R>::value, {count}).template as<R>();
+  return take<R>(scratch, Shape{count});
 }
 
 template <class From, class To>
@@ -86,6 +90,7 @@ void for_each_head(Context& ctx, const Documents& documents, Sizes sizes, Body&&
   const int threads = int(std::min<std::int64_t>(heads, omp_get_max_threads()));
   std::vector<Work> works;
   for (int i = 0; i < threads; ++i) works.emplace_back(ctx.scratch, sizes, documents.longest());
+  if (ctx.dry()) return;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
   for (std::int64_t i = 0; i < heads; ++i) body(works[std::size_t(omp_get_thread_num())], i / sizes.N, i % sizes.N);
 }
@@ -163,8 +168,8 @@ struct RecurrentBackwardWork {
   R *do_, *dr, *dq, *dk, *dg;
   RecurrentBackwardWork(Stack& scratch, Sizes s, std::int64_t longest)
       : token(scratch, s),
-        entering(take<R>(scratch, (longest + C - 1) / C * s.state())),
-        states(take<R>(scratch, C * s.state())),
+        entering(take<R>(scratch, {(longest + C - 1) / C, s.state()})),
+        states(take<R>(scratch, {C, s.state()})),
         S(take<R>(scratch, s.state())),
         dS(take<R>(scratch, s.state())),
         do_(take<R>(scratch, s.Hv)),
@@ -453,7 +458,7 @@ struct ChunkedBackwardWork {
   R *S, *L, *P, *values;  // of every chunk of the document: entering states, scores, pseudo values
   R *dS, *dS_before;      // gradient of the state leaving the chunk, and entering it
   R *do_, *dZ, *dv;
-  R *dP, *dL;  // strictly lower triangles, a row of one and then of the other: products with both are one
+  R* dP;       // (rows, 2 C) strictly lower triangles, a row of dP and then of dL: products with both are one
   R* dP_self;  // the diagonal of dP
   R *dq_in, *dk_in, *dk_out;
   R *a, *c, *e, *sum;  // (rows, H): parts within the chunk; sums of one sub-block
@@ -462,17 +467,16 @@ struct ChunkedBackwardWork {
       : ChunkedBackwardWork(scratch, s, (longest + C - 1) / C, C * s.H, C * s.Hv) {}
   ChunkedBackwardWork(Stack& scratch, Sizes s, std::int64_t chunks, std::int64_t keys, std::int64_t rows_of_values)
       : chunk(scratch, s),
-        S(take<R>(scratch, chunks * s.state())),
-        L(take<R>(scratch, chunks * C * C)),
-        P(take<R>(scratch, chunks * C * C)),
-        values(take<R>(scratch, chunks * rows_of_values)),
+        S(take<R>(scratch, {chunks, s.state()})),
+        L(take<R>(scratch, {chunks, C, C})),
+        P(take<R>(scratch, {chunks, C, C})),
+        values(take<R>(scratch, {chunks, rows_of_values})),
         dS(take<R>(scratch, s.state())),
         dS_before(take<R>(scratch, s.state())),
         do_(take<R>(scratch, rows_of_values)),
         dZ(take<R>(scratch, rows_of_values)),
         dv(take<R>(scratch, rows_of_values)),
         dP(take<R>(scratch, 2 * C * C)),
-        dL(dP + C),
         dP_self(take<R>(scratch, C)),
         dq_in(take<R>(scratch, keys)),
         dk_in(take<R>(scratch, keys)),
@@ -490,9 +494,9 @@ struct ChunkedBackwardWork {
     gemm<R>(true, false, rows, Hv, rows, 1, Pi, C, do_, Hv, 0, dZ, Hv);
     gemm<R>(false, false, rows, Hv, H, 1, chunk.k_out, H, dS, Hv, 1, dZ, Hv);
     chunk.substitute_transposed(Li, dZ);
-    gemm<R>(false, true, rows, rows, Hv, -1, dZ, Hv, pseudo, Hv, 0, dL, 2 * C);
+    gemm<R>(false, true, rows, rows, Hv, -1, dZ, Hv, pseudo, Hv, 0, dP + C, 2 * C);
     for (std::int64_t i = 0; i < rows; ++i) {
-      R *dP_row = dP + 2 * i * C, *dL_row = dL + 2 * i * C;
+      R *dP_row = dP + 2 * i * C, *dL_row = dP_row + C;
       dP_self[i] = dP_row[i];
       std::fill(dP_row + i, dP_row + rows, R(0));
       std::fill(dL_row + i, dL_row + rows, R(0));
@@ -550,7 +554,7 @@ struct ChunkedBackwardWork {
     const auto H = chunk.s.H;
     for (std::int64_t i = r0; i < r1; ++i) {
       for (std::int64_t j = r0; j < i; ++j) {
-        const R p = dP[2 * i * C + j], l = dL[2 * i * C + j], l_beta = l * chunk.beta[i];
+        const R p = dP[2 * i * C + j], l = dP[(2 * i + 1) * C + j], l_beta = l * chunk.beta[i];
         const double *Gi = chunk.G + i * H, *Gj = chunk.G + j * H;
         const R *qi = chunk.q + i * H, *ki = chunk.k + i * H, *kj = chunk.k + j * H;
         R *ai = a + i * H, *ci = c + i * H, *ej = e + j * H;

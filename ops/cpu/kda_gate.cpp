@@ -54,6 +54,7 @@ void backward(Context& ctx, const KdaGateBackward& a) {
   T *all_df = a.df.as<T>(), *db = a.db.as<T>();
   R* sums_a = ctx.scratch.zeros(a.a_log.dtype, {groups, N}).template as<R>();
   R* sums_bias = ctx.scratch.zeros(a.a_log.dtype, {groups, N, H}).template as<R>();
+  if (ctx.dry()) return;
   const R bound = R(a.lower_bound.value_or(0));
 #pragma omp parallel for if (a.f.count() > kWorthThreads)
   for (std::int64_t group = 0; group < groups; ++group) {

@@ -5,33 +5,17 @@
 #include <algorithm>
 
 #include "ops/cpu/gemm.h"
-#include "ops/cpu/reals.h"
+#include "ops/cpu/linear_blocks.h"
 
 namespace moetrain::ops {
 namespace {
 
+using cpu::Blocks;
+using cpu::blocks_of;
 using cpu::gemm;
 using cpu::reals;
+using cpu::scratch_for;
 using cpu::write_reals;
-
-// How many rows of x, dy or y (tokens) and of w (outputs) are worked on at once: all of them when nothing needs converting.
-struct Blocks {
-  std::int64_t tokens, outputs;
-};
-template <class R>
-Blocks blocks_of(std::initializer_list<ConstTensor> operands, std::int64_t T, std::int64_t O, std::int64_t I) {
-  const bool converts = std::any_of(operands.begin(), operands.end(), [](ConstTensor t) { return t.dtype != DTypeOf<R>::value; });
-  if (!converts) return {std::max<std::int64_t>(T, 1), std::max<std::int64_t>(O, 1)};
-  // Below 256 rows converting would show beside the product; above 1024 nothing is gained.
-  const std::int64_t rows = std::clamp<std::int64_t>((1 << 20) / std::max<std::int64_t>(I, 1), 256, 1024);
-  return {std::clamp<std::int64_t>(T, 1, rows), std::clamp<std::int64_t>(O, 1, rows)};
-}
-
-template <class R>
-R* scratch_for(Context& ctx, ConstTensor t, std::int64_t rows, std::int64_t columns) {
-  if (t.dtype == DTypeOf<R>::value) return nullptr;
-  return ctx.scratch.take(DTypeOf<R>::value, {rows, columns}).template as<R>();
-}
 
 template <class R>
 void forward(Context& ctx, const LinearForward& a) {
@@ -41,6 +25,7 @@ void forward(Context& ctx, const LinearForward& a) {
   R* x_scratch = scratch_for<R>(ctx, a.x, most.tokens, I);
   R* w_scratch = scratch_for<R>(ctx, a.w, most.outputs, I);
   R* y_scratch = scratch_for<R>(ctx, a.y, most.tokens, most.outputs);
+  if (ctx.dry()) return;
   for (std::int64_t o = 0; o < O; o += most.outputs) {
     const std::int64_t outputs = std::min(most.outputs, O - o);
     const auto w = reals<R>(a.w, {o, outputs, 0, I}, w_scratch);
@@ -58,13 +43,14 @@ void forward(Context& ctx, const LinearForward& a) {
 }
 
 template <class R>
-void backward_x(Context& ctx, const LinearBackward& a) {
+void backward_x(Context& ctx, const LinearBackward& a, std::int64_t most_tokens) {
   const std::int64_t T = a.dy.shape[0], O = a.dy.shape[1], I = a.w.shape[1];
-  const Blocks most = blocks_of<R>({a.dy, a.w, a.dx}, T, O, I);
+  const Blocks most = blocks_of<R>({a.dy, a.w, a.dx}, most_tokens, O, I);
   Scope scope(ctx.scratch);
   R* dy_scratch = scratch_for<R>(ctx, a.dy, most.tokens, most.outputs);
   R* w_scratch = scratch_for<R>(ctx, a.w, most.outputs, I);
   R* dx_scratch = scratch_for<R>(ctx, a.dx, most.tokens, I);
+  if (ctx.dry()) return;
   for (std::int64_t t = 0; t < T; t += most.tokens) {
     const std::int64_t tokens = std::min(most.tokens, T - t);
     R* dx = dx_scratch ? dx_scratch : a.dx.as<R>() + t * I;
@@ -81,12 +67,13 @@ void backward_x(Context& ctx, const LinearBackward& a) {
 }
 
 template <class R>
-void backward_w(Context& ctx, const LinearBackward& a) {
+void backward_w(Context& ctx, const LinearBackward& a, std::int64_t most_tokens) {
   const std::int64_t T = a.dy.shape[0], O = a.dy.shape[1], I = a.x.shape[1];
-  const Blocks most = blocks_of<R>({a.dy, a.x}, T, O, I);
+  const Blocks most = blocks_of<R>({a.dy, a.x}, most_tokens, O, I);
   Scope scope(ctx.scratch);
   R* dy_scratch = scratch_for<R>(ctx, a.dy, most.tokens, most.outputs);
   R* x_scratch = scratch_for<R>(ctx, a.x, most.tokens, I);
+  if (ctx.dry()) return;
   for (std::int64_t t = 0; t < T; t += most.tokens) {
     const std::int64_t tokens = std::min(most.tokens, T - t);
     const auto x = reals<R>(a.x, {t, tokens, 0, I}, x_scratch);
@@ -99,9 +86,9 @@ void backward_w(Context& ctx, const LinearBackward& a) {
 }
 
 template <class R>
-void backward(Context& ctx, const LinearBackward& a) {
-  if (a.dx.present()) backward_x<R>(ctx, a);
-  if (a.dw.present()) backward_w<R>(ctx, a);
+void backward(Context& ctx, const LinearBackward& a, std::int64_t most_tokens) {
+  if (a.dx.present()) backward_x<R>(ctx, a, most_tokens);
+  if (a.dw.present()) backward_w<R>(ctx, a, most_tokens);
 }
 
 }  // namespace
@@ -109,8 +96,9 @@ void backward(Context& ctx, const LinearBackward& a) {
 void cpu::linear(Context& ctx, const LinearForward& a) {
   a.x.dtype == DType::f64 ? forward<double>(ctx, a) : forward<float>(ctx, a);
 }
-void cpu::linear(Context& ctx, const LinearBackward& a) {
-  a.dy.dtype == DType::f64 ? backward<double>(ctx, a) : backward<float>(ctx, a);
+void cpu::linear(Context& ctx, const LinearBackward& a) { linear_part(ctx, a, a.dy.shape[0]); }
+void cpu::linear_part(Context& ctx, const LinearBackward& a, std::int64_t most_tokens) {
+  a.dy.dtype == DType::f64 ? backward<double>(ctx, a, most_tokens) : backward<float>(ctx, a, most_tokens);
 }
 
 }  // namespace moetrain::ops

@@ -36,11 +36,13 @@ Reals<R> reals(ConstTensor t, Part part, R* scratch) {
   return {scratch, part.columns};
 }
 
-// All elements of t, converted into scratch of the context (the caller's Scope gives it back) unless t holds R.
+// All elements of t, converted into scratch of the context (the caller's Scope gives it back) unless t holds R; on Device::dry the
+// scratch is taken all the same.
 template <class R>
 const R* reals(Context& ctx, ConstTensor t) {
   if (t.dtype == DTypeOf<R>::value) return t.as<R>();
   R* scratch = ctx.scratch.take(DTypeOf<R>::value, {t.count()}).template as<R>();
+  if (ctx.dry()) return scratch;
   return reals<R>(t.reshape({1, t.count()}), {0, 1, 0, t.count()}, scratch).data;
 }
 

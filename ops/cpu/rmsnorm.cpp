@@ -14,6 +14,7 @@ void forward(Context& ctx, const RmsNormForward& a) {
   const std::int64_t rows = a.x.shape[0], D = a.x.shape[1];
   Scope scope(ctx.scratch);
   const R* w = cpu::reals<R>(ctx, a.w);
+  if (ctx.dry()) return;
   R* r = a.r.as<R>();
 #pragma omp parallel for if (rows * D > cpu::kWorthThreads)
   for (std::int64_t t = 0; t < rows; ++t) {
@@ -47,9 +48,9 @@ void backward(Context& ctx, const RmsNormBackward& a) {
       }
     });
     R* dw = a.dw.as<R>();
-    for (std::int64_t d = 0; d < D; ++d) dw[d] += sums[d];
+    for (std::int64_t d = 0; d < D && !ctx.dry(); ++d) dw[d] += sums[d];
   }
-  if (!a.dx.present()) return;
+  if (!a.dx.present() || ctx.dry()) return;
 #pragma omp parallel for if (rows * D > cpu::kWorthThreads)
   for (std::int64_t t = 0; t < rows; ++t) {
     const T *dy = a.dy.as<T>() + t * D, *x = a.x.as<T>() + t * D;

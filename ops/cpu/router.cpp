@@ -1,22 +1,19 @@
 // router.cpp -- the choice of experts as one pass over the scores of a row, and its backward.
 #include "ops/router.h"
 
-#include <cmath>
 #include <limits>
 #include <vector>
 
+#include "ops/cpu/exp.h"
 #include "ops/cpu/expert_ids.h"
 #include "ops/cpu/types.h"
 
 namespace moetrain::ops {
 namespace {
 
-constexpr std::int64_t kWorthThreads = 1 << 14;  // scores
+using cpu::sigmoid;
 
-template <class R>
-R sigmoid(R x) {
-  return 1 / (1 + std::exp(-x));
-}
+constexpr std::int64_t kWorthThreads = 1 << 14;  // scores
 
 // The best few of what is offered in ascending order of id, best first; of equals the lower id.
 template <class R>

@@ -4,11 +4,11 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cmath>
 
 #include "ops/cpu/exp.h"
 #include "ops/cpu/gemm.h"
 #include "ops/cpu/real_output.h"
+#include "ops/cpu/softmax.h"
 
 namespace moetrain::ops::cpu {
 namespace {
@@ -73,35 +73,18 @@ struct Query {
   }
 };
 
-// Turns n scores into probabilities and returns their lse; of no scores it is -inf.
-template <class R>
-R softmax(R* z, std::int64_t n) {
-  if (n == 0) return -std::numeric_limits<R>::infinity();
-  R top = z[0];
-#pragma omp simd reduction(max : top)
-  for (std::int64_t s = 0; s < n; ++s) top = std::max(top, z[s]);
-#pragma omp simd
-  for (std::int64_t s = 0; s < n; ++s) z[s] = exp(z[s] - top);
-  R sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (std::int64_t s = 0; s < n; ++s) sum += z[s];
-  const R share = R(1) / sum;
-#pragma omp simd
-  for (std::int64_t s = 0; s < n; ++s) z[s] *= share;
-  return top + std::log(sum);
-}
-
 template <class T>
 void forward(Context& ctx, const SparseAttentionForward& a) {
   using R = acc_t<T>;
   const Sizes s(a);
-  check_indices(a.indices.as<std::int32_t>(), s.T * s.K, s.T);
   const Scope scope(ctx.scratch);
   const RealOutput<R> o_latent(ctx, a.o_latent);
   R *lse = a.lse.as<R>(), *probability = a.probability.present() ? a.probability.as<R>() : nullptr;
   const std::int64_t threads = omp_get_max_threads(), needed = Query<T>::reals_needed(s, false);
   R* const scratch = ctx.scratch.take(DTypeOf<R>::value, {threads, needed}).template as<R>();
   std::int32_t* const slots = ctx.scratch.take(DType::i32, {threads, s.K}).as<std::int32_t>();
+  if (ctx.dry()) return;
+  check_indices(a.indices.as<std::int32_t>(), s.T * s.K, s.T);
 #pragma omp parallel for schedule(static) if (s.worth_threads())
   for (std::int64_t t = 0; t < s.T; ++t) {
     Query<T> query(s, scratch + omp_get_thread_num() * needed, slots + omp_get_thread_num() * s.K, false);
@@ -165,13 +148,14 @@ template <class T>
 void backward(Context& ctx, const SparseAttentionBackward& a) {
   using R = acc_t<T>;
   const Sizes s(a);
-  check_indices(a.indices.as<std::int32_t>(), s.T * s.K, s.T);
   const Scope scope(ctx.scratch);
   const std::int64_t lanes = std::min(kLanes, (s.T + kRowsATurn - 1) / kRowsATurn), lane_size = s.T * s.width();
   const std::int64_t threads = omp_get_max_threads(), needed = Query<T>::reals_needed(s, true);
   R* const sums = ctx.scratch.zeros(DTypeOf<R>::value, {lanes, lane_size}).template as<R>();
   R* const scratch = ctx.scratch.take(DTypeOf<R>::value, {threads, needed}).template as<R>();
   std::int32_t* const slots = ctx.scratch.take(DType::i32, {threads, s.K}).as<std::int32_t>();
+  if (ctx.dry()) return;
+  check_indices(a.indices.as<std::int32_t>(), s.T * s.K, s.T);
 #pragma omp parallel for schedule(dynamic) if (s.worth_threads())
   for (std::int64_t lane = 0; lane < lanes; ++lane) {
     Query<T> query(s, scratch + omp_get_thread_num() * needed, slots + omp_get_thread_num() * s.K, true);
