@@ -182,14 +182,16 @@ void remove_all_partial(const std::string& folder) {
 }
 
 // Keeps the newest `keep`, the one just written among them. Those of later steps belong to a run that was abandoned: they go first.
+// What cannot be removed costs a warning, not the run.
 void remove_older(const std::string& folder, std::int64_t written, std::int64_t keep) {
   if (keep == 0) return;
   std::vector<std::int64_t> steps;
-  for (const auto& entry : fs::directory_iterator(folder))
-    if (const auto step = step_of(entry.path().filename().string()); step && *step != written) steps.push_back(*step);
+  std::error_code failed;
+  for (fs::directory_iterator entry(folder, failed), end; !failed && entry != end; entry.increment(failed))
+    if (const auto step = step_of(entry->path().filename().string()); step && *step != written) steps.push_back(*step);
+  if (failed) spdlog::warn("{}: older checkpoints not removed: {}", folder, failed.message());
   std::sort(steps.begin(), steps.end(),
             [&](std::int64_t a, std::int64_t b) { return std::pair(a < written, a) < std::pair(b < written, b); });
-  std::error_code failed;
   for (std::size_t i = 0; i + std::size_t(keep) <= steps.size(); ++i) {
     const std::string path = folder + "/" + step_name(steps[i]);
     fs::remove_all(path, failed);
@@ -203,7 +205,12 @@ void put_in_place(const std::string& from, const std::string& to) {
   if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) return remove_partial(from);
   const std::string old = to + ".old" + kPartial;  // a file system that cannot exchange names: the old one is whole until the end
   fs::rename(to, old);
-  fs::rename(from, to);
+  std::error_code failed;
+  fs::rename(from, to, failed);
+  if (failed) {
+    fs::rename(old, to);
+    throw Error(to + ": cannot put in place: " + failed.message());
+  }
   remove_partial(old);
 }
 
@@ -237,14 +244,21 @@ void save_checkpoint(Trainer& t, const std::string& folder, std::int64_t keep) {
       write_view(t, partial, owned, text);
       io::sync_folder(partial);
       put_in_place(partial, final);
-      io::sync_folder(folder);
-      io::write_text_atomically(folder + "/latest", name + "\n");
-      remove_older(folder, t.progress().step, keep);
     });
   } catch (const AgreedError& e) {
     if (rank == 0) remove_partial(partial);
     throw AgreedError(e.rank(), std::string("checkpoint ") + name + " was not saved, the one before is as it was: " + e.what(),
                       e.code());
+  }
+  try {
+    together(control, [&] {
+      if (rank != 0) return;
+      io::sync_folder(folder);
+      io::write_text_atomically(folder + "/latest", name + "\n");
+      remove_older(folder, t.progress().step, keep);
+    });
+  } catch (const AgreedError& e) {
+    throw AgreedError(e.rank(), "checkpoint " + final + " is complete, but latest was not updated: " + e.what(), e.code());
   }
 }
 

@@ -19,7 +19,8 @@ namespace moetrain::core {
 
 inline constexpr std::int64_t kCheckpointFormat = 1;
 
-// Collective; fails on every rank or on none, and then leaves what was there. Keeps the newest `keep` (0: all).
+// Collective; fails on every rank or on none, and then leaves what was there, or says that the new one is complete and only `latest`
+// still names the one before. Keeps the newest `keep` (0: all).
 void save_checkpoint(Trainer& trainer, const std::string& folder, std::int64_t keep);
 
 // Collective. path: a step folder. Fails on every rank or on none, before any value is used. same_run: model, data and optimizer

@@ -1,31 +1,38 @@
 // trainer.cpp -- bring-up of a run's state, fresh weights, and evaluation.
 #include "core/trainer.h"
 
+#include "core/together.h"
+
 namespace moetrain::core {
 
 Trainer::Trainer(const Config& config, std::unique_ptr<parallel::Communicator> world, Device device, bool poison)
     : config_(config),
-      mesh_(config.parallel.mesh(), std::move(world)),
+      mesh_(config.parallel.mesh(), std::move(world), device),
       memory_(device),
       scratch_(memory_, Category::workspace, poison),
       kept_(memory_, Category::activations, poison),
-      ctx_{scratch_},
+      blas_(ops::make_blas(memory_)),
+      ctx_{.scratch = scratch_, .blas = blas_.get()},
       model_(config.model, table_) {
-  table_.freeze_all_but(config.training.trainable);
-  layout_ = make_layout(config_, table_, mesh_);
-  params_ = std::make_unique<parallel::ShardedParams>(memory_, layout_.tensors, layout_.units, config.parallel.reshard_after_use);
-  optimizer_ = std::make_unique<Optimizer>(memory_, config.optimizer, table_, *params_);
-  const std::int64_t layers = model_.moe_layers(), E = config.model.num_experts;
-  if (layers > 0) exchange_ = std::make_unique<parallel::ExpertExchange>(*mesh_.expert().data, E);
+  together(*mesh_.world().control, [&] { allocate(); });
+}
 
-  const DType real = real_of(config.run.dtype);
+void Trainer::allocate() {
+  table_.freeze_all_but(config_.training.trainable);
+  layout_ = make_layout(config_, table_, mesh_);
+  params_ = std::make_unique<parallel::ShardedParams>(memory_, layout_.tensors, layout_.units, config_.parallel.reshard_after_use);
+  optimizer_ = std::make_unique<Optimizer>(memory_, config_.optimizer, table_, *params_);
+  const std::int64_t layers = model_.moe_layers(), E = config_.model.num_experts;
+  if (layers > 0) exchange_ = std::make_unique<parallel::ExpertExchange>(*mesh_.expert().data, *mesh_.expert().control, E);
+
+  const DType real = real_of(config_.run.dtype);
   auto own = [&](DType dtype, Shape shape) { return OwnedTensor(memory_, Category::workspace, dtype, shape); };
   lm_ = own(real, {1});
   balance_ = own(real, {1});
   indexer_ = own(real, {1});
   counts_ = own(DType::i64, {layers, E});
-  if (config.moe.balance == Balance::quantile && layers > 0) histogram_ = own(DType::i64, {layers, E, config.moe.quantile_bins});
-  if (config.moe.balance == Balance::auxiliary && config.moe.auxiliary_scope == AuxiliaryScope::global_batch)
+  if (config_.moe.balance == Balance::quantile && layers > 0) histogram_ = own(DType::i64, {layers, E, config_.moe.quantile_bins});
+  if (config_.moe.balance == Balance::auxiliary && config_.moe.auxiliary_scope == AuxiliaryScope::global_batch)
     global_counts_ = own(DType::i64, {layers, E});
 }
 

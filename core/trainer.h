@@ -33,7 +33,7 @@ struct Progress {  // what a checkpoint holds besides tensors
 
 class Trainer {
  public:
-  // `world` has as many ranks as the job's mesh. Collective. Weights are uninitialised.
+  // `world` has as many ranks as the job's mesh. Collective: fails on every rank or on none. Weights are uninitialised.
   Trainer(const Config& config, std::unique_ptr<parallel::Communicator> world, Device device, bool poison = false);
 
   void initialize();  // fresh weights, a function of the seed
@@ -70,6 +70,7 @@ class Trainer {
   void zero_sums();
 
  private:
+  void allocate();  // this rank's share of weights, gradients and optimizer state
   void reduce_losses(const Totals& totals, StepResult& result);
   void reduce_counts(StepResult& result);
   void update_balance(const StepResult& result);
@@ -78,6 +79,7 @@ class Trainer {
   parallel::Mesh mesh_;
   Memory memory_;
   Stack scratch_, kept_;
+  ops::OwnedBlas blas_;
   ops::Context ctx_;
   ParamTable table_;
   Model model_;

@@ -1,6 +1,9 @@
 // checkpoint_mpi_test.cpp -- checkpoints of four ranks: a stopped run resumes bit for bit, any layout loads what any other wrote,
 // and a failure of one rank is everyone's.
+#include <sys/resource.h>
+
 #include <algorithm>
+#include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <map>
@@ -46,6 +49,26 @@ class SharedFolder {
   std::unique_ptr<parallel::Communicator> world_;
   std::optional<TempFolder> own_;
   std::string path_;
+};
+
+// While it lives, a write of this process past so many bytes of a file fails.
+class ShortFiles {
+ public:
+  explicit ShortFiles(rlim_t bytes) {
+    getrlimit(RLIMIT_FSIZE, &before_);
+    const rlimit now{std::min(bytes, before_.rlim_max), before_.rlim_max};
+    setrlimit(RLIMIT_FSIZE, &now);
+  }
+  ~ShortFiles() {
+    setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, handler_);
+  }
+  ShortFiles(const ShortFiles&) = delete;
+  ShortFiles& operator=(const ShortFiles&) = delete;
+
+ private:
+  rlimit before_{};
+  void (*handler_)(int) = std::signal(SIGXFSZ, SIG_IGN);
 };
 
 // Ranks of the job's four that are a world of their own with this rank; collective over all four.
@@ -299,18 +322,42 @@ TEST_CASE("a save that fails on one rank fails on all, and the checkpoint before
   t.initialize();
   core::save_checkpoint(t, folder / "c", 2);
   t.step(synthetic_step(t));
-  // A folder where latest.part should be written: rank 0 fails in the last part, after every shard is there.
-  if (folder.world().rank() == 0) fs::create_directories(folder / "c/latest.part");
-  folder.world().barrier();
-  const auto said = error_of([&] { core::save_checkpoint(t, folder / "c", 2); });
+  std::string said;
+  {
+    const ShortFiles short_files(folder.world().rank() == 2 ? 10000 : RLIM_INFINITY);
+    said = error_of([&] { core::save_checkpoint(t, folder / "c", 2); });
+  }
   CHECK(contains(said, "3: checkpoint step_00000001 was not saved, the one before is as it was: "));
   CHECK(fs::path(core::latest_checkpoint(folder / "c")).filename() == "step_00000000");
   CHECK(core::read_checkpoint_summary(core::latest_checkpoint(folder / "c")).step == 0);
-  folder.world().barrier();
-  if (folder.world().rank() == 0) fs::remove_all(folder / "c/latest.part");
-  folder.world().barrier();
+  CHECK_FALSE(fs::exists(folder / "c/step_00000001"));
   core::save_checkpoint(t, folder / "c", 2);
   CHECK(core::read_checkpoint_summary(core::latest_checkpoint(folder / "c")).step == 1);
+}
+
+TEST_CASE("a checkpoint that latest could not be moved to is said to be complete, and is") {
+  const SharedFolder folder;
+  core::Trainer t(config_of(DType::f32, {2, 2}), world_of(4), Device::cpu);
+  t.initialize();
+  core::save_checkpoint(t, folder / "c", 1);
+  t.step(synthetic_step(t));
+  if (folder.world().rank() == 0) fs::create_directories(folder / "c/latest.part");
+  folder.world().barrier();
+  const std::string path = folder / "c/step_00000001";
+  const auto said = error_of([&] { core::save_checkpoint(t, folder / "c", 1); });
+  CHECK(contains(said, "3: checkpoint " + path + " is complete, but latest was not updated: "));
+  CHECK(fs::path(core::latest_checkpoint(folder / "c")).filename() == "step_00000000");
+  CHECK(core::read_checkpoint_summary(core::latest_checkpoint(folder / "c")).step == 0);
+  core::load_checkpoint(t, path, true);
+  CHECK(t.progress().step == 1);
+}
+
+TEST_CASE("a trainer whose share does not fit into the memory of one rank is refused by all with its words") {
+  core::Config c = config_of(DType::f32, {2, 2});
+  auto world = world_of(4);
+  if (world->rank() == 2) c.model.vocab_size = std::int64_t(1) << 50;
+  const auto said = error_of([&] { core::Trainer(c, std::move(world), Device::cpu); });
+  CHECK(contains(said, "3: out of host memory: "));
 }
 
 TEST_CASE("an Error of any rank is the lowest such rank's words and code on every rank") {
