@@ -81,8 +81,8 @@ std::string read_text(const std::string& path) {
   }
 }
 
-void write_text_atomically(const std::string& path, std::string_view text) {
-  const std::string beside = path + ".part";
+void write_text_atomically(const std::string& path, std::string_view text, const std::string& part) {
+  const std::string beside = path + part;
   try {
     Descriptor file = open_file(beside, O_WRONLY | O_CREAT | O_TRUNC, "create");
     write_all(file.get(), text, beside);

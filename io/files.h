@@ -15,8 +15,9 @@ using Descriptor = Handle<int, close_descriptor, -1>;
 
 std::string read_text(const std::string& path);
 
-// The file is the old one or the new one at any moment, also after a power cut: written beside, synced, renamed, folder synced.
-void write_text_atomically(const std::string& path, std::string_view text);
+// The file is the old one or the new one at any moment, also after a power cut: written beside, as path + part, synced, renamed,
+// folder synced. Writers of one path at the same time need a part each.
+void write_text_atomically(const std::string& path, std::string_view text, const std::string& part = ".part");
 
 void sync_file(const std::string& path);    // returns when its bytes are on the disk
 void sync_folder(const std::string& path);  // returns when its names are on the disk

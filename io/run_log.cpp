@@ -2,6 +2,7 @@
 #include "io/run_log.h"
 
 #include <spdlog/spdlog.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
@@ -65,6 +66,7 @@ std::string csv_line(const std::vector<std::optional<double>>& values) {
 }  // namespace
 
 std::string number_text(double value) {
+  if (std::isnan(value)) return "nan";  // whatever its sign bit
   char digits[64];
   const bool whole = value == std::floor(value) && std::abs(value) < 9e15 && !(value == 0 && std::signbit(value));
   const auto end = whole ? std::to_chars(digits, digits + sizeof digits, std::int64_t(value)).ptr
@@ -233,13 +235,19 @@ void write_exit(const std::string& dir, ExitCode code, const std::string& cause,
   exit["step"] = nullptr;
   if (rank) exit["rank"] = *rank;
   if (step) exit["step"] = *step;
+  // Ranks that fail alone write at the same time, on one host or on several.
+  const std::string part = "." + (rank ? std::to_string(*rank) + "-" : "") + std::to_string(::getpid()) + ".part";
   // A cause may quote a file name that is not UTF-8.
-  write_text_atomically(dir + "/" + kExit, exit.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n");
+  write_text_atomically(dir + "/" + kExit, exit.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n", part);
 }
 
 void remove_exit(const std::string& dir) {
   std::error_code failed;
-  std::filesystem::remove(dir + "/" + kExit, failed);
+  std::vector<std::filesystem::path> found;  // the file, and parts of writers that were killed
+  for (std::filesystem::directory_iterator entry(dir, failed), end; !failed && entry != end; entry.increment(failed))
+    if (entry->path().filename().string().starts_with(kExit)) found.push_back(entry->path());
+  for (const auto& path : found)
+    if (!failed) std::filesystem::remove(path, failed);
   if (failed) throw Error(dir + "/" + kExit + ": cannot remove: " + failed.message());
 }
 

@@ -48,7 +48,7 @@ class RunLog {
 
 std::string number_text(double value);  // reads back bit for bit; whole numbers without an exponent
 
-// exit.json {code, cause, rank, step}; what is not known is null.
+// exit.json {code, cause, rank, step}; what is not known is null. Of ranks that write at the same time the last one stands.
 void write_exit(const std::string& dir, ExitCode code, const std::string& cause, std::optional<int> rank,
                 std::optional<std::int64_t> step);
 void remove_exit(const std::string& dir);  // it need not be there

@@ -1,9 +1,11 @@
 // run_log_test.cpp -- after any crash and any resume, do metrics.csv and metrics.h5 tell the same story?
 #include "io/run_log.h"
 
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
+#include <future>
 #include <limits>
 #include <nlohmann/json.hpp>
 
@@ -72,6 +74,7 @@ TEST_CASE("numbers are written so that they read back bit for bit", "[io][cpu]")
   CHECK(io::number_text(0) == "0");
   CHECK(io::number_text(-0.0) == "-0");
   CHECK(io::number_text(std::numeric_limits<double>::quiet_NaN()) == "nan");
+  CHECK(io::number_text(-std::numeric_limits<double>::quiet_NaN()) == "nan");
   CHECK(io::number_text(-std::numeric_limits<double>::infinity()) == "-inf");
   for (const double x : {1.0 / 3, 1e300, 5e-324, 123456789012345680.0, -2.5e-7, 8.9e15})
     CHECK(std::strtod(io::number_text(x).c_str(), nullptr) == x);
@@ -201,8 +204,30 @@ TEST_CASE("exit.json says how a run ended and goes when asked", "[io][cpu]") {
   CHECK(exit.size() == 4);
   io::write_exit(folder.path(), ExitCode::stopped, "signal", std::nullopt, 17);
   CHECK(nlohmann::json::parse(io::read_text(folder / "exit.json")).at("step") == 17);
+  folder.file("exit.json.2-77.part", "{");  // its writer was killed
   io::remove_exit(folder.path());
-  CHECK_FALSE(std::filesystem::exists(folder / "exit.json"));
+  CHECK(std::filesystem::is_empty(folder.path()));
   io::remove_exit(folder.path());
-  CHECK(contains(error_of([&] { io::write_exit(folder / "no", ExitCode::done, "", 0, 0); }), "/no/exit.json.part: cannot create"));
+  CHECK(contains(error_of([&] { io::write_exit(folder / "no", ExitCode::done, "", 0, 0); }), "/no/exit.json.0-"));
+}
+
+TEST_CASE("exit.json of ranks that fail at the same time is whole at any moment", "[io][cpu]") {
+  const test::TempFolder folder;
+  const auto write = [&](int rank) {
+    return std::async(std::launch::async, [&folder, rank] {
+      return error_of([&] {
+        for (int n = 0; n < 100; ++n)
+          io::write_exit(folder.path(), ExitCode::run_failed, std::string(std::size_t(1000 * rank), 'x'), rank, n);
+        throw Error("written");
+      });
+    });
+  };
+  auto first = write(1), second = write(2);
+  while (second.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
+    if (!std::filesystem::exists(folder / "exit.json")) continue;
+    const auto exit = nlohmann::json::parse(io::read_text(folder / "exit.json"));
+    REQUIRE(exit.at("cause").get<std::string>().size() == exit.at("rank").get<std::size_t>() * 1000);
+  }
+  CHECK(first.get() == "3: written");
+  CHECK(second.get() == "3: written");
 }
