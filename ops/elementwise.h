@@ -110,27 +110,64 @@ void copy_columns(Context&, const CopyColumns&);
 void sigmoid_gate(Context&, const SigmoidGateForward&);
 void sigmoid_gate(Context&, const SigmoidGateBackward&);
 }  // namespace cpu
+namespace cuda {
+void add(Context&, const Add&);
+void sum(Context&, const Sum&);
+void copy(Context&, const Copy&);
+void scale(Context&, const Scale&);
+void copy_columns(Context&, const CopyColumns&);
+void sigmoid_gate(Context&, const SigmoidGateForward&);
+void sigmoid_gate(Context&, const SigmoidGateBackward&);
+}  // namespace cuda
 
 inline void add(Context& ctx, const Add& a) {
-  dispatch(ctx, "add", a, [&] { cpu::add(ctx, a); });
+  dispatch(
+      ctx, "add", a, [&] { cpu::add(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::add(ctx, a);
+      });
 }
 inline void sum(Context& ctx, const Sum& a) {
-  dispatch(ctx, "sum", a, [&] { cpu::sum(ctx, a); });
+  dispatch(
+      ctx, "sum", a, [&] { cpu::sum(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::sum(ctx, a);
+      });
 }
 inline void copy(Context& ctx, const Copy& a) {
-  dispatch(ctx, "copy", a, [&] { cpu::copy(ctx, a); });
+  dispatch(
+      ctx, "copy", a, [&] { cpu::copy(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::copy(ctx, a);
+      });
 }
 inline void scale(Context& ctx, const Scale& a) {
-  dispatch(ctx, "scale", a, [&] { cpu::scale(ctx, a); });
+  dispatch(
+      ctx, "scale", a, [&] { cpu::scale(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::scale(ctx, a);
+      });
 }
 inline void copy_columns(Context& ctx, const CopyColumns& a) {
-  dispatch(ctx, "copy_columns", a, [&] { cpu::copy_columns(ctx, a); });
+  dispatch(
+      ctx, "copy_columns", a, [&] { cpu::copy_columns(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::copy_columns(ctx, a);
+      });
 }
 inline void sigmoid_gate(Context& ctx, const SigmoidGateForward& a) {
-  dispatch(ctx, "sigmoid_gate forward", a, [&] { cpu::sigmoid_gate(ctx, a); });
+  dispatch(
+      ctx, "sigmoid_gate forward", a, [&] { cpu::sigmoid_gate(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::sigmoid_gate(ctx, a);
+      });
 }
 inline void sigmoid_gate(Context& ctx, const SigmoidGateBackward& a) {
-  dispatch(ctx, "sigmoid_gate backward", a, [&] { cpu::sigmoid_gate(ctx, a); });
+  dispatch(
+      ctx, "sigmoid_gate backward", a, [&] { cpu::sigmoid_gate(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::sigmoid_gate(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

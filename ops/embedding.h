@@ -3,7 +3,8 @@
 //   y[t,d]        = table[ids[t], d]
 //   dtable[v,d]  += sum over t with ids[t] = v of dy[t,d]      adds, in the order of t, in f32 (f64 for f64)
 //
-// An id outside [0, V) is an error. No atomics: repeatable, for any number of threads.
+// An id outside [0, V) is an error; on CUDA ids are not looked at, since those of a batch are checked as they are read. No float
+// atomics: repeatable, for any number of threads.
 #pragma once
 #include "ops/context.h"
 
@@ -41,12 +42,24 @@ namespace cpu {
 void embedding(Context&, const EmbeddingForward&);
 void embedding(Context&, const EmbeddingBackward&);
 }  // namespace cpu
+namespace cuda {
+void embedding(Context&, const EmbeddingForward&);
+void embedding(Context&, const EmbeddingBackward&);
+}  // namespace cuda
 
 inline void embedding(Context& ctx, const EmbeddingForward& a) {
-  dispatch(ctx, "embedding forward", a, [&] { cpu::embedding(ctx, a); });
+  dispatch(
+      ctx, "embedding forward", a, [&] { cpu::embedding(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::embedding(ctx, a);
+      });
 }
 inline void embedding(Context& ctx, const EmbeddingBackward& a) {
-  dispatch(ctx, "embedding backward", a, [&] { cpu::embedding(ctx, a); });
+  dispatch(
+      ctx, "embedding backward", a, [&] { cpu::embedding(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::embedding(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

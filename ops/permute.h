@@ -9,8 +9,8 @@
 // The gradient of spread is collect without weights (1 each); the gradient of collect without weights is spread.
 //
 // spread_rows and move_rows copy bits of any dtype. collect_rows sums in real (f32 for bf16, f64 for f64) and rounds once.
-// Everything is written, nothing adds. Nothing aliases, but for drows, which may be rows. slot_row and to must name every row once
-// (only their range is checked). Bitwise repeatable for any number of threads.
+// Everything is written, nothing adds. Nothing aliases, but for drows, which may be rows. slot_row and to must name every row once,
+// experts numbers below E (on the CPU their ranges are checked). Bitwise repeatable for any number of threads.
 #pragma once
 #include "ops/context.h"
 
@@ -31,7 +31,10 @@ struct SortSlots {
   ConstTensor experts;  // (T, K) i32
   Tensor slot_row;      // (T, K) i64, the row of slot (t, k) when slots are sorted by expert, stable in (t, k)
   Tensor counts;        // (E) i64, written
+  Tensor offsets = {};  // (E+1) i64, written: the first row of each expert, and the number of rows; absent: not wanted
   void check_shapes() const {
+    check(!offsets.present() || (offsets.shape == Shape{counts.count() + 1} && offsets.dtype == DType::i64),
+          "sort_slots: offsets are not (E + 1) i64", {{"E", counts.count()}, {"offsets", offsets.count()}});
     check(experts.shape.rank() == 2 && experts.dtype == DType::i32, "sort_slots: experts are not (T, K) i32",
           {{"rank", experts.shape.rank()}, {"dtype", int(experts.dtype)}});
     check(slot_row.shape == experts.shape && slot_row.dtype == DType::i64, "sort_slots: slot_row is not (T, K) i64",
@@ -114,21 +117,48 @@ void collect_rows(Context&, const CollectRows&);
 void collect_rows(Context&, const CollectRowsBackward&);
 void move_rows(Context&, const MoveRows&);
 }  // namespace cpu
+namespace cuda {
+void sort_slots(Context&, const SortSlots&);
+void spread_rows(Context&, const SpreadRows&);
+void collect_rows(Context&, const CollectRows&);
+void collect_rows(Context&, const CollectRowsBackward&);
+void move_rows(Context&, const MoveRows&);
+}  // namespace cuda
 
 inline void sort_slots(Context& ctx, const SortSlots& a) {
-  dispatch(ctx, "sort_slots forward", a, [&] { cpu::sort_slots(ctx, a); });
+  dispatch(
+      ctx, "sort_slots forward", a, [&] { cpu::sort_slots(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::sort_slots(ctx, a);
+      });
 }
 inline void spread_rows(Context& ctx, const SpreadRows& a) {
-  dispatch(ctx, "spread_rows forward", a, [&] { cpu::spread_rows(ctx, a); });
+  dispatch(
+      ctx, "spread_rows forward", a, [&] { cpu::spread_rows(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::spread_rows(ctx, a);
+      });
 }
 inline void collect_rows(Context& ctx, const CollectRows& a) {
-  dispatch(ctx, "collect_rows forward", a, [&] { cpu::collect_rows(ctx, a); });
+  dispatch(
+      ctx, "collect_rows forward", a, [&] { cpu::collect_rows(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::collect_rows(ctx, a);
+      });
 }
 inline void collect_rows(Context& ctx, const CollectRowsBackward& a) {
-  dispatch(ctx, "collect_rows backward", a, [&] { cpu::collect_rows(ctx, a); });
+  dispatch(
+      ctx, "collect_rows backward", a, [&] { cpu::collect_rows(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::collect_rows(ctx, a);
+      });
 }
 inline void move_rows(Context& ctx, const MoveRows& a) {
-  dispatch(ctx, "move_rows forward", a, [&] { cpu::move_rows(ctx, a); });
+  dispatch(
+      ctx, "move_rows forward", a, [&] { cpu::move_rows(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::move_rows(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

@@ -86,6 +86,11 @@ void cpu::sort_slots(Context&, const SortSlots& a) {
   for (std::int64_t i = 0; i < slots; ++i) ++counts[experts[i]];
   std::int64_t start = 0;
   for (std::int64_t e = 0; e < E; ++e) start += std::exchange(counts[e], start);
+  if (a.offsets.present()) {
+    auto* offsets = a.offsets.as<std::int64_t>();
+    std::copy_n(counts, E, offsets);
+    offsets[E] = slots;
+  }
   for (std::int64_t i = 0; i < slots; ++i) row[i] = counts[experts[i]]++;
   for (std::int64_t e = E - 1; e > 0; --e) counts[e] -= counts[e - 1];  // each is the end of its rows by now
 }

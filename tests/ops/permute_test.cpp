@@ -33,9 +33,10 @@ std::int64_t scattered(std::int64_t t, std::int64_t k, std::int64_t E) {
 TEST_CASE("permute sorts, spreads and collects a case worked by hand", "[ops][cpu]") {
   Bench b;
   const auto experts = b.of(DType::i32, {3, 2}, {2, 0, 0, 3, 2, 0});
-  const auto slot_row = b.empty(DType::i64, {3, 2}), counts = b.empty(DType::i64, {5});
-  ops::sort_slots(b.context(), ops::SortSlots{.experts = experts, .slot_row = slot_row, .counts = counts});
+  const auto slot_row = b.empty(DType::i64, {3, 2}), counts = b.empty(DType::i64, {5}), offsets = b.empty(DType::i64, {6});
+  ops::sort_slots(b.context(), ops::SortSlots{.experts = experts, .slot_row = slot_row, .counts = counts, .offsets = offsets});
   CHECK(test::values_of(counts) == std::vector<double>{3, 0, 2, 1, 0});
+  CHECK(test::values_of(offsets) == std::vector<double>{0, 3, 3, 5, 6, 6});
   CHECK(test::values_of(slot_row) == std::vector<double>{3, 0, 1, 5, 4, 2});
 
   const auto x = b.of(DType::f64, {3, 2}, {1, 2, 3, 4, 5, 6}), rows = b.empty(DType::f64, {6, 2});

@@ -1,0 +1,243 @@
+// permute.cu -- a counting sort of slots in tiles, all of it integers; rows copied or summed where it says, bound by their bytes.
+#include "ops/cuda/copy_rows.cuh"
+#include "ops/cuda/storage.cuh"
+#include "ops/permute.h"
+
+namespace moetrain::ops {
+namespace {
+
+using namespace cuda;  // NOLINT: the helpers of this backend
+
+constexpr unsigned int kAll = 0xffffffffU;
+constexpr int kWarps = 8, kThreads = kWarps * kWarp;
+constexpr int kRun = 512, kTile = kWarps * kRun;                             // consecutive slots of a warp, and of a block
+constexpr std::int64_t kMostExperts = (200 << 10) / (kWarps * sizeof(int));  // whose counters fit a block's shared memory
+
+// out(i, sum of in(0 .. i-1)) for i < n, by one warp; the sum of all in every lane.
+template <class In, class Out>
+__device__ std::int64_t exclusive_scan(std::int64_t n, In in, Out out) {
+  const int lane = threadIdx.x % kWarp;
+  std::int64_t before = 0;
+  for (std::int64_t base = 0; base < n; base += kWarp) {
+    const std::int64_t x = base + lane < n ? in(base + lane) : 0;
+    std::int64_t sum = x;
+    for (int up = 1; up < kWarp; up *= 2) {
+      const std::int64_t other = __shfl_up_sync(kAll, sum, up);
+      if (lane >= up) sum += other;
+    }
+    if (base + lane < n) out(base + lane, before + sum - x);
+    before += __shfl_sync(kAll, sum, kWarp - 1);
+  }
+  return before;
+}
+
+// grid (tiles), block (kThreads), shared E ints: in_tile[e, tile] = slots of expert e in the tile
+__global__ void sort_slots_count_kernel(const std::int32_t* __restrict__ experts, int* __restrict__ in_tile, std::int64_t slots,
+                                        std::int64_t E) {
+  extern __shared__ int count[];
+  for (std::int64_t e = threadIdx.x; e < E; e += kThreads) count[e] = 0;
+  __syncthreads();  // waits for the zeros
+  const std::int64_t begin = std::int64_t(blockIdx.x) * kTile, end = std::min(slots, begin + kTile);
+  for (std::int64_t i = begin + threadIdx.x; i < end; i += kThreads) atomicAdd(&count[experts[i]], 1);
+  __syncthreads();  // waits for every count
+  for (std::int64_t e = threadIdx.x; e < E; e += kThreads) in_tile[e * gridDim.x + blockIdx.x] = count[e];
+}
+
+// grid (ceil(E / kWarps)), block (kThreads), a warp an expert: in_tile becomes the slots in the tiles before; counts[e] the sum
+__global__ void sort_slots_scan_kernel(int* in_tile, std::int64_t* __restrict__ counts, std::int64_t tiles, std::int64_t E) {
+  const std::int64_t e = std::int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (e >= E) return;
+  int* row = in_tile + e * tiles;
+  const std::int64_t all = exclusive_scan(
+      tiles, [&](std::int64_t i) { return std::int64_t(row[i]); }, [&](std::int64_t i, std::int64_t sum) { row[i] = int(sum); });
+  if (threadIdx.x % kWarp == 0) counts[e] = all;
+}
+
+// one warp
+__global__ void sort_slots_offsets_kernel(const std::int64_t* __restrict__ counts, std::int64_t* __restrict__ offsets,
+                                          std::int64_t E) {
+  const std::int64_t all = exclusive_scan(
+      E, [&](std::int64_t e) { return counts[e]; }, [&](std::int64_t e, std::int64_t sum) { offsets[e] = sum; });
+  if (threadIdx.x == 0) offsets[E] = all;
+}
+
+// Walks the run of a warp, 32 slots a step in their order, and moves the warp's counter of each slot's expert past it; with kPlace
+// the counters are rows, and slot_row is written.
+template <bool kPlace>
+__device__ void for_run(const std::int32_t* __restrict__ experts, std::int64_t slots, int* counters,
+                        std::int64_t* __restrict__ slot_row) {
+  const int lane = threadIdx.x % kWarp;
+  const std::int64_t begin = (std::int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp) * kRun;
+  for (std::int64_t base = begin; base < begin + kRun && base < slots; base += kWarp) {
+    const std::int64_t i = base + lane;
+    const int expert = i < slots ? experts[i] : -1;
+    const unsigned int peers = __match_any_sync(kAll, expert);
+    const int below = __popc(peers & ((1U << lane) - 1)), count = expert >= 0 ? counters[expert] : 0;
+    __syncwarp();  // waits for the readers of the counters
+    if (expert >= 0 && below == 0) counters[expert] = count + __popc(peers);
+    if (kPlace && expert >= 0) slot_row[i] = count + below;
+    __syncwarp();  // waits for the counters of this step
+  }
+}
+
+// grid (tiles), block (kThreads), shared kWarps * E ints: next[w, e] is the row of warp w's next slot of expert e
+__global__ void sort_slots_place_kernel(const std::int32_t* __restrict__ experts, const int* __restrict__ before_tile,
+                                        const std::int64_t* __restrict__ offsets, std::int64_t* __restrict__ slot_row,
+                                        std::int64_t slots, std::int64_t E) {
+  extern __shared__ int next[];
+  int* mine = next + threadIdx.x / kWarp * E;
+  for (std::int64_t i = threadIdx.x; i < kWarps * E; i += kThreads) next[i] = 0;
+  __syncthreads();  // waits for the zeros
+  for_run<false>(experts, slots, mine, slot_row);
+  __syncthreads();  // waits for the counts of every warp
+  for (std::int64_t e = threadIdx.x; e < E; e += kThreads) {
+    int row = int(offsets[e]) + before_tile[e * gridDim.x + blockIdx.x];
+    for (int w = 0; w < kWarps; ++w) {
+      const int count = next[w * E + e];
+      next[w * E + e] = row;
+      row += count;
+    }
+  }
+  __syncthreads();  // waits for the first row of every warp and expert
+  for_run<true>(experts, slots, mine, slot_row);
+}
+
+// grid (ceil(T / blockDim.y)), block (threads_for_rows): a unit of x is read once and written to its K rows
+template <class Unit>
+__global__ void spread_rows_kernel(const Unit* __restrict__ x, const std::int64_t* __restrict__ slot_row, Unit* __restrict__ rows,
+                                   std::int64_t T, std::int64_t K, std::int64_t units) {
+  const std::int64_t t = std::int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (t >= T) return;
+#pragma unroll 2
+  for (std::int64_t i = threadIdx.x; i < units; i += blockDim.x) {
+    const Unit value = x[t * units + i];
+    for (std::int64_t k = 0; k < K; ++k) rows[slot_row[t * K + k] * units + i] = value;
+  }
+}
+
+// grid (ceil(T / blockDim.y)), block (threads_for_rows)
+template <class X, int kCount>
+__global__ void collect_rows_kernel(const X* __restrict__ rows, const std::int64_t* __restrict__ slot_row,
+                                    const float* __restrict__ weights, X* __restrict__ y, std::int64_t T, std::int64_t K,
+                                    std::int64_t D) {
+  const std::int64_t t = std::int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (t >= T) return;
+  for (std::int64_t d = std::int64_t(threadIdx.x) * kCount; d < D; d += std::int64_t(blockDim.x) * kCount) {
+    Floats<kCount> sum{};
+#pragma unroll 8
+    for (std::int64_t k = 0; k < K; ++k) {
+      const auto row = load_floats<kCount>(rows + slot_row[t * K + k] * D + d);
+      const float w = weights ? weights[t * K + k] : 1.0F;
+      for (int i = 0; i < kCount; ++i) sum.at[i] += w * row.at[i];
+    }
+    store_floats<kCount>(y + t * D + d, sum);
+  }
+}
+
+constexpr int kTogether = 4;  // packs of a row that are loaded before the first is used
+
+// grid (ceil(T K / kWarps)), block (kThreads), a warp a slot. rows and drows are not __restrict__: they may be one.
+template <class X, int kCount>
+__global__ void collect_rows_backward_kernel(const X* __restrict__ dy, const X* rows, const std::int64_t* __restrict__ slot_row,
+                                             const float* __restrict__ weights, X* drows, float* __restrict__ dweights,
+                                             std::int64_t slots, std::int64_t K, std::int64_t D) {
+  const std::int64_t slot = std::int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (slot >= slots) return;
+  const int lane = threadIdx.x % kWarp;
+  const X *dy_row = dy + slot / K * D, *row = rows + slot_row[slot] * D;
+  X* drow = drows + slot_row[slot] * D;
+  const float w = weights[slot];
+  float dot = 0;
+  for (std::int64_t base = lane * kCount; base < D; base += kTogether * kWarp * kCount) {
+    Pack<X, kCount> xs[kTogether], dys[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u)
+      if (const std::int64_t d = base + u * kWarp * kCount; d < D) xs[u] = load<kCount>(row + d), dys[u] = load<kCount>(dy_row + d);
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u)
+      if (const std::int64_t d = base + u * kWarp * kCount; d < D) {
+        Floats<kCount> dx;
+        for (int i = 0; i < kCount; ++i) {
+          const float g = to_float(dys[u].at[i]);
+          dot += g * to_float(xs[u].at[i]);
+          dx.at[i] = w * g;
+        }
+        store_floats<kCount>(drow + d, dx);
+      }
+  }
+  dot = warp_sum(dot);
+  if (lane == 0) dweights[slot] = dot;
+}
+
+template <class X, int kCount>
+void collect(Context& ctx, const CollectRows& a) {
+  const std::int64_t T = a.y.shape[0], D = a.y.shape[1], K = a.slot_row.shape[1];
+  const dim3 threads = threads_for_rows(4 * ((D + kCount - 1) / kCount));  // a pack a thread: each sums K rows
+  launch(ctx, collect_rows_kernel<device_t<X>, kCount>, {blocks(T, threads.y), threads}, device_pointer<X>(a.rows),
+         a.slot_row.as<std::int64_t>(), device_pointer<float>(a.weights), device_pointer<X>(a.y), T, K, D);
+}
+
+template <class X, int kCount>
+void collect_backward(Context& ctx, const CollectRowsBackward& a) {
+  const std::int64_t D = a.dy.shape[1], K = a.slot_row.shape[1], slots = a.slot_row.count();
+  launch(ctx, collect_rows_backward_kernel<device_t<X>, kCount>, {blocks(slots, kWarps), kThreads}, device_pointer<X>(a.dy),
+         device_pointer<X>(a.rows), a.slot_row.as<std::int64_t>(), a.weights.as<float>(), device_pointer<X>(a.drows),
+         a.dweights.as<float>(), slots, K, D);
+}
+
+}  // namespace
+
+void cuda::sort_slots(Context& ctx, const SortSlots& a) {
+  const std::int64_t E = a.counts.shape[0], slots = a.experts.count(),
+                     tiles = std::max<std::int64_t>((slots + kTile - 1) / kTile, 1);
+  check(E <= kMostExperts, "sort_slots: more experts than a block counts", {{"E", E}, {"most", kMostExperts}});
+  check(slots <= 0x7fffffff, "sort_slots: more slots than fit 32 bits", {{"slots", slots}});
+  Scope scope(ctx.scratch);
+  int* in_tile = ctx.scratch.take(DType::i32, {E, tiles}).as<std::int32_t>();
+  const Tensor offsets = a.offsets.present() ? a.offsets : ctx.scratch.take(DType::i64, {E + 1});
+  const auto* experts = a.experts.as<std::int32_t>();
+  launch(ctx, sort_slots_count_kernel, {blocks(tiles, 1), kThreads, std::size_t(E) * sizeof(int)}, experts, in_tile, slots, E);
+  launch(ctx, sort_slots_scan_kernel, {blocks(E, kWarps), kThreads}, in_tile, a.counts.as<std::int64_t>(), tiles, E);
+  launch(ctx, sort_slots_offsets_kernel, {1, kWarp}, a.counts.as<std::int64_t>(), offsets.as<std::int64_t>(), E);
+  if (slots > 0)
+    launch(ctx, sort_slots_place_kernel, {blocks(tiles, 1), kThreads, std::size_t(kWarps * E) * sizeof(int)}, experts, in_tile,
+           offsets.as<std::int64_t>(), a.slot_row.as<std::int64_t>(), slots, E);
+}
+
+void cuda::spread_rows(Context& ctx, const SpreadRows& a) {
+  const std::int64_t T = a.x.shape[0], K = a.slot_row.shape[1], bytes = a.x.shape[1] * size_of(a.x.dtype);
+  if (bytes == 0) return;
+  with_unit(address(a.x.data) | address(a.rows.data) | std::uint64_t(bytes), [&](auto unit) {
+    using Unit = decltype(unit);
+    const std::int64_t units = bytes / std::int64_t(sizeof(Unit));
+    const dim3 threads = threads_for_rows(units);
+    launch(ctx, spread_rows_kernel<Unit>, {blocks(T, threads.y), threads}, static_cast<const Unit*>(a.x.data),
+           a.slot_row.as<std::int64_t>(), static_cast<Unit*>(a.rows.data), T, K, units);
+  });
+}
+
+void cuda::collect_rows(Context& ctx, const CollectRows& a) {
+  with_storage(a.rows.dtype, [&](auto storage) {
+    using S = decltype(storage);
+    constexpr int kPack = kPackOf<S>;
+    in_packs<kPack>(a.y.shape[1], {a.rows, a.y}) ? collect<S, kPack>(ctx, a) : collect<S, 1>(ctx, a);
+  });
+}
+
+void cuda::collect_rows(Context& ctx, const CollectRowsBackward& a) {
+  with_storage(a.rows.dtype, [&](auto storage) {
+    using S = decltype(storage);
+    constexpr int kPack = kPackOf<S>;
+    in_packs<kPack>(a.dy.shape[1], {a.dy, a.rows, a.drows}) ? collect_backward<S, kPack>(ctx, a) : collect_backward<S, 1>(ctx, a);
+  });
+}
+
+void cuda::move_rows(Context& ctx, const MoveRows& a) {
+  const std::int64_t row = a.x.shape[1] * size_of(a.x.dtype);
+  const auto* to = a.to.as<std::int64_t>();
+  copy_rows<std::int64_t>(
+      ctx, {.from = a.x.data, .to = a.y.data, .rows = a.x.shape[0], .bytes = row, .from_stride = row, .to_stride = row},
+      a.gather ? to : nullptr, a.gather ? nullptr : to);
+}
+
+}  // namespace moetrain::ops
