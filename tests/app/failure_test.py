@@ -3,87 +3,24 @@
 
 failure_test.py MOETRAIN [unittest arguments]; MPIRUN in the environment says how ranks are started.
 """
-import json
 import os
-import pathlib
 import resource
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 import unittest
 
-PROGRAM = None
-MPIRUN = os.environ.get("MPIRUN", "mpirun").split()
-
-JOB = """\
-run: {{name: small, dir: {dir}, dtype: fp32}}
-model: {{preset: tiny-k3.1, hidden_size: 32, intermediate_size: 64, num_experts: 8}}
-data: {{train: {data}, format: {format}, sequence_length: 64, shuffle: false}}
-training: {{steps: {steps}}}
-optimizer: {{lr: 0.003}}
-"""
-TWO = ["--set", "parallel.data_parallel=2"]
+from runs import MPIRUN, TWO, Runs, alive, main, ranks_of, wait_for
 
 
-def wait_for(holds, what, seconds=120):
-    end = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > end:
-            raise AssertionError(f"waited {seconds} s for {what}")
-        time.sleep(0.005)
-
-
-def alive(pid):
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def ranks_of(launcher):
-    """Process ids of the ranks that a launcher has started, in the order of their ranks."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
-            environment = (path.parent / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if name != "moetrain" or int(rest.split()[1]) != launcher:
-            continue
-        rank = [int(e.partition(b"=")[2]) for e in environment if e.startswith((b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK="))]
-        found.append((rank[0] if rank else -1, int(path.parent.name)))
-    return [pid for rank, pid in sorted(found) if rank >= 0]
-
-
-class Failures(unittest.TestCase):
+class Failures(Runs):
     def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = pathlib.Path(folder.name)
-        self.run_dir = self.root / "run"
+        super().setUp()
         self.checkpoints = self.run_dir / "checkpoints"
-        self.data = self.write("text.txt", "".join(f"a cat sat on mat {n * n % 97} and looked at the rain. " for n in range(400)))
 
-    def write(self, name, content):
-        path = self.root / name
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return path
-
-    def job(self, steps=3, extra="", data=None, form="bytes", run_dir=None):
-        return self.write("job.yaml", JOB.format(dir=run_dir or self.run_dir, data=data or self.data, steps=steps, format=form) + extra)
-
-    def words(self, job, *words, ranks=0):
-        launcher = [*MPIRUN, "-n", str(ranks)] if ranks else []
-        return [*launcher, PROGRAM, str(job), *map(str, words)]
-
-    def call(self, job, *words, ranks=0, code=0, **more):
-        result = subprocess.run(self.words(job, *words, ranks=ranks), capture_output=True, text=True, check=False, timeout=300, **more)
-        self.assertEqual(result.returncode, code, result.stdout + result.stderr)
-        return result
+    def job(self, *words, **more):
+        return super().job(*words, shuffle="false", **more)
 
     def refused(self, job, *words, code, says, ranks=0, **more):
         """One line on stderr (mpirun adds its own, a list of faults their number), and exit.json with the same code."""
@@ -94,16 +31,10 @@ class Failures(unittest.TestCase):
             lines = result.stderr.splitlines()
             self.assertEqual(len(lines[:-1] if lines[-1] == "1 fault" else lines), 1, result.stderr)
         if self.run_dir.is_dir():
-            end = json.loads((self.run_dir / "exit.json").read_text())
+            end = self.exit_json()
             self.assertEqual(end["code"], code)
             return end
         return None
-
-    def exit_json(self):
-        return json.loads((self.run_dir / "exit.json").read_text())
-
-    def inspected(self, path):
-        return subprocess.run([PROGRAM, "inspect", path], capture_output=True, text=True, check=False).returncode == 0
 
 
 class Checkpoints(Failures):
@@ -255,8 +186,7 @@ class Data(Failures):
 class Ranks(Failures):
     def test_a_killed_rank_ends_all_within_30_seconds_and_is_named_and_the_run_goes_on(self):
         job = self.job(1000000, extra="checkpoint: {every: 2}\n")
-        process = subprocess.Popen(self.words(job, *TWO, ranks=2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.addCleanup(lambda: process.poll() is None and process.kill())
+        process = self.start(job, *TWO, ranks=2)
         wait_for(lambda: (self.checkpoints / "latest").exists(), "a checkpoint")
         ranks = ranks_of(process.pid)
         os.kill(ranks[1], signal.SIGKILL)
@@ -272,7 +202,7 @@ class Ranks(Failures):
 
     def test_a_failure_of_one_rank_alone_ends_all_with_one_line_that_names_it(self):
         large = ["--set", "model.hidden_size=2048", "--set", "model.vocab_size=16384"]  # half a gigabyte a rank
-        command = [PROGRAM, str(self.job(1000000)), *TWO, *large]
+        command = [self.program, str(self.job(1000000)), *TWO, *large]
         words = [*MPIRUN, "-n", "1", *command, ":", "-n", "1", "bash", "-c", f"ulimit -v 800000; exec {' '.join(command)}"]
         start = time.monotonic()
         result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
@@ -295,5 +225,4 @@ class Ranks(Failures):
 
 
 if __name__ == "__main__":
-    PROGRAM = os.path.abspath(sys.argv.pop(1))
-    unittest.main()
+    main()

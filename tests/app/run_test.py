@@ -4,7 +4,6 @@
 run_test.py MOETRAIN [unittest arguments]; MPIRUN in the environment says how ranks are started.
 """
 import csv
-import json
 import os
 import pathlib
 import random
@@ -12,32 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import unittest
 
-PROGRAM = None
-MPIRUN = os.environ.get("MPIRUN", "mpirun").split()
+from runs import MPIRUN, TWO, Runs, main, ranks_of, wait_for
+
 SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "scripts"
-
-JOB = """\
-run: {{name: small, dir: {dir}, dtype: {dtype}}}
-model: {{preset: tiny-k3.1, hidden_size: 32, intermediate_size: 64, num_experts: 8}}
-data: {{train: {data}, format: bytes, sequence_length: 64}}
-training: {{steps: {steps}}}
-optimizer: {{lr: 0.003}}
-"""
 FOUR = ["--set", "parallel.data_parallel=2", "--set", "parallel.expert_parallel=2", "--set", "training.gradient_accumulation=2"]
-TWO = ["--set", "parallel.data_parallel=2"]
 BIT_EQUAL = ["step", "tokens", "loss", "balance_loss", "indexer_loss", "grad_norm", "lr", "label_tokens"]
-
-
-def wait_for(holds, what, seconds=120):
-    end = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > end:
-            raise AssertionError(f"waited {seconds} s for {what}")
-        time.sleep(0.005)
 
 
 def catches(pid, number):
@@ -50,55 +31,17 @@ def catches(pid, number):
     return int(caught, 16) >> number - 1 & 1 == 1
 
 
-def ranks_of(launcher):
-    """Process ids of the ranks that a launcher has started, in the order of their ranks."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
-            environment = (path.parent / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if name != "moetrain" or int(rest.split()[1]) != launcher:
-            continue
-        rank = [int(e.partition(b"=")[2]) for e in environment if e.startswith((b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK="))]
-        found.append((rank[0] if rank else -1, int(path.parent.name)))
-    return [pid for rank, pid in sorted(found) if rank >= 0]
+def forwards_signals():
+    """Whether this mpirun passes SIGUSR1 on to its ranks: tried with a shell, which notices between two short sleeps."""
+    rank = 'trap "echo got; exit 0" USR1; echo ready; for n in $(seq 50); do sleep 0.2; done'
+    with subprocess.Popen([*MPIRUN, "-n", "2", "bash", "-c", rank], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as launcher:
+        for _ in range(2):
+            launcher.stdout.readline()
+        launcher.send_signal(signal.SIGUSR1)
+        return launcher.stdout.read().count("got") == 2
 
 
-class Runs(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = pathlib.Path(folder.name)
-        self.run_dir = self.root / "run"
-        self.data = self.root / "text.txt"
-        self.data.write_text("".join(f"a cat sat on mat {n * n % 97} and looked at the rain. " for n in range(400)))
-
-    def job(self, steps=3, extra="", dtype="fp32", run_dir=None):
-        path = self.root / "job.yaml"
-        path.write_text(JOB.format(dir=run_dir or self.run_dir, data=self.data, steps=steps, dtype=dtype) + extra)
-        return path
-
-    def words(self, job, *words, ranks=0):
-        launcher = [*MPIRUN, "-n", str(ranks)] if ranks else []
-        return [*launcher, PROGRAM, str(job), *map(str, words)]
-
-    def call(self, job, *words, ranks=0, code=0):
-        result = subprocess.run(self.words(job, *words, ranks=ranks), capture_output=True, text=True, check=False, timeout=300)
-        self.assertEqual(result.returncode, code, result.stdout + result.stderr)
-        return result
-
-    def start(self, job, *words, ranks=0):
-        process = subprocess.Popen(self.words(job, *words, ranks=ranks), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.addCleanup(lambda: process.poll() is None and process.kill())
-        return process
-
-    def end(self, process, code):
-        out, err = process.communicate(timeout=120)
-        self.assertEqual(process.returncode, code, out + err)
-        return out, err
-
+class WholeRuns(Runs):
     def steps_done(self, run_dir=None):
         path = (run_dir or self.run_dir) / "metrics.csv"
         return max(0, path.read_text().count("\n") - 1) if path.exists() else 0
@@ -106,9 +49,6 @@ class Runs(unittest.TestCase):
     def rows(self):
         with (self.run_dir / "metrics.csv").open(newline="") as file:
             return list(csv.DictReader(file))
-
-    def exit_json(self, run_dir=None):
-        return json.loads(((run_dir or self.run_dir) / "exit.json").read_text())
 
     def latest(self, run_dir=None):
         folder = (run_dir or self.run_dir) / "checkpoints"
@@ -126,7 +66,7 @@ class Runs(unittest.TestCase):
             self.assertEqual(shard.stat().st_size, (self.latest(b) / shard.name).stat().st_size)
 
 
-class Resume(Runs):
+class Resume(WholeRuns):
     def test_four_ranks_stopped_by_a_signal_to_one_and_by_steps_end_as_if_never_stopped(self):
         for dtype in ("fp32", "bf16"):
             through, stopped = self.root / f"through_{dtype}", self.root / f"stopped_{dtype}"
@@ -186,17 +126,14 @@ class Resume(Runs):
         self.assertTrue(all(0.9 < n < 1.1 for n in numbers), numbers)
 
 
-class Signals(Runs):
-    def stopped(self, process, step=None):
+class Signals(WholeRuns):
+    def stopped(self, process):
         self.end(process, 5)
         end = self.exit_json()
         self.assertEqual((end["code"], end["step"]), (5, self.steps_done()))
         self.assertEqual(self.latest().name, f"step_{end['step']:08}")
         self.assertFalse(list(self.run_dir.glob("checkpoints/*.partial")))
-        if step is not None:
-            self.assertEqual(end["step"], step)
-        result = subprocess.run([PROGRAM, "inspect", self.run_dir], capture_output=True, text=True, check=False)
-        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertTrue(self.inspected(self.run_dir))
 
     def test_during_an_evaluation(self):
         process = self.start(self.job(1000000), "--set", f"data.eval={self.data}", "--set", "training.eval_every=1", "--set", "training.eval_batches=40")
@@ -227,7 +164,9 @@ class Signals(Runs):
         os.kill(ranks_of(process.pid)[1], signal.SIGTERM)
         self.stopped(process)
 
-    def test_that_mpirun_forwards_reaches_all(self):
+    def test_to_mpirun_reaches_all(self):
+        if not forwards_signals():
+            self.skipTest(f"{MPIRUN[0]} does not pass SIGUSR1 on to its ranks here")
         process = self.start(self.job(1000000), *TWO, ranks=2)
         wait_for(lambda: self.steps_done() >= 1, "a step")
         process.send_signal(signal.SIGUSR1)
@@ -246,7 +185,7 @@ class Signals(Runs):
         self.assertEqual(self.exit_json()["step"], self.steps_done())
 
 
-class Kills(Runs):
+class Kills(WholeRuns):
     def test_at_random_points_of_saves_always_leave_one_checkpoint_that_loads(self):
         job = self.job(1000000, extra="checkpoint: {every: 1, keep: 1}\n")
         chance = random.Random(5)
@@ -261,8 +200,7 @@ class Kills(Runs):
             process.kill()
             process.communicate()
             cut += bool(list(self.run_dir.glob("checkpoints/*.partial")))
-            result = subprocess.run([PROGRAM, "inspect", self.latest()], capture_output=True, text=True, check=False)
-            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertTrue(self.inspected(self.latest()))
             self.assertFalse((self.run_dir / "exit.json").exists())
         self.assertGreater(cut, 0)
         self.call(job, "--stop-after", 1)
@@ -273,5 +211,4 @@ class Kills(Runs):
 
 
 if __name__ == "__main__":
-    PROGRAM = os.path.abspath(sys.argv.pop(1))
-    unittest.main()
+    main()
