@@ -23,6 +23,8 @@ class Session {
   Session(int& argc, char**& argv);
   int rank() const { return mpi_.rank(); }
   int size() const { return mpi_.size(); }
+  int local_rank() const { return mpi_.local_rank(); }  // among the ranks of this host
+  int local_size() const { return mpi_.local_size(); }
   parallel::Communicator& control() { return *control_; }
   [[noreturn]] void abort(int exit_code) { mpi_.abort(exit_code); }
 

@@ -8,6 +8,11 @@
 #include "ops/rmsnorm.h"
 
 namespace moetrain::core {
+namespace {
+
+GroupRows offsets_of(const parallel::ExchangePlan& plan) { return {plan.offsets, plan.device_offsets}; }
+
+}  // namespace
 
 Moe::Moe(const ModelConfig& m, ParamTable& table, int layer, int moe_index)
     : moe_index_(moe_index),
@@ -109,21 +114,33 @@ void Moe::balance_losses(Pass& pass, const Kept& k, ConstTensor experts, Tensor 
                 ops::ZLoss{.logits = k.logits, .scale = moe.z_loss * pass.scales.per_token, .loss = loss, .dlogits = dlogits});
 }
 
-void Moe::run_experts(Pass& pass, ConstTensor z, Kept& k, ConstTensor experts) const {
+// Where every expert is here and rows are counted on a device, the host never learns the counts.
+void Moe::plan_exchange(Pass& pass, Kept& k, ConstTensor experts) const {
   auto& ctx = pass.ctx;
   const std::int64_t slots = pass.T() * K_;
+  const bool stay = ctx.device() == Device::cuda && pass.exchange->ranks() == 1;
   k.slot_row = pass.kept.take(DType::i64, {pass.T(), K_});
-  std::vector<std::int64_t> host_counts(std::size_t(E_), slots / E_);  // on Device::dry: balanced
-  {
-    Scope scope(ctx.scratch);
-    const Tensor counts = ctx.scratch.take(DType::i64, {E_});
-    ops::sort_slots(ctx, ops::SortSlots{.experts = experts, .slot_row = k.slot_row, .counts = counts});
-    copy_to_host(ctx.device(), host_counts.data(), counts.data, counts.bytes());
-    if (ctx.device() == Device::dry)
-      for (std::int64_t e = 0; e < slots % E_; ++e) ++host_counts[std::size_t(e)];
+  const Tensor offsets = stay ? pass.kept.take(DType::i64, {E_ + 1}) : Tensor{};
+  Scope scope(ctx.scratch);
+  const Tensor counts = ctx.scratch.take(DType::i64, {E_});
+  ops::sort_slots(ctx, ops::SortSlots{.experts = experts, .slot_row = k.slot_row, .counts = counts, .offsets = offsets});
+  if (stay) {
+    k.plan = pass.exchange->stay(offsets, slots);
+    return;
   }
+  std::vector<std::int64_t> host_counts(std::size_t(E_), slots / E_);  // on Device::dry: balanced
+  if (ctx.device() == Device::dry)
+    for (std::int64_t e = 0; e < slots % E_; ++e) ++host_counts[std::size_t(e)];
+  pass.exchange->settle();
+  copy_to_host(ctx.device(), host_counts.data(), counts.data, counts.bytes());
   k.plan = pass.exchange->plan(pass.kept, host_counts);
-  const std::int64_t R = k.plan.received();
+}
+
+void Moe::run_experts(Pass& pass, ConstTensor z, Kept& k, ConstTensor experts) const {
+  auto& ctx = pass.ctx;
+  plan_exchange(pass, k, experts);
+  const bool alone = pass.exchange->ranks() == 1;  // rows are then in their place already
+  const std::int64_t slots = pass.T() * K_, R = k.plan.received();
   k.received = pass.keep({R, Z_});
   k.gate = pass.keep({R, F_});
   k.up = pass.keep({R, F_});
@@ -131,17 +148,17 @@ void Moe::run_experts(Pass& pass, ConstTensor z, Kept& k, ConstTensor experts) c
   k.returned = pass.keep({slots, Z_});
   {
     Scope scope(ctx.scratch);
-    const Tensor rows = pass.scratch({slots, Z_});
+    const Tensor rows = alone ? k.received : pass.scratch({slots, Z_});
     ops::spread_rows(ctx, ops::SpreadRows{.x = z, .slot_row = k.slot_row, .rows = rows});
-    pass.exchange->out(ctx, k.plan, rows, k.received);
+    if (!alone) pass.exchange->out(ctx, k.plan, rows, k.received);
   }
-  project_grouped(pass, w1_, k.plan.offsets, k.received, k.gate);
-  project_grouped(pass, w3_, k.plan.offsets, k.received, k.up);
+  project_grouped(pass, w1_, offsets_of(k.plan), k.received, k.gate);
+  project_grouped(pass, w3_, offsets_of(k.plan), k.received, k.up);
   ops::glu(ctx, ops::GluForward{.kind = act_, .beta = beta_, .linear_beta = linear_beta_, .g = k.gate, .u = k.up, .y = k.act});
   Scope scope(ctx.scratch);
-  const Tensor out = pass.scratch({R, Z_});
-  project_grouped(pass, w2_, k.plan.offsets, k.act, out);
-  pass.exchange->back(ctx, k.plan, out, k.returned);
+  const Tensor out = alone ? k.returned : pass.scratch({R, Z_});
+  project_grouped(pass, w2_, offsets_of(k.plan), k.act, out);
+  if (!alone) pass.exchange->back(ctx, k.plan, out, k.returned);
 }
 
 void Moe::forward(Pass& pass, ConstTensor x, Kept& k, Tensor experts, Tensor y) const {
@@ -176,24 +193,25 @@ void Moe::forward(Pass& pass, ConstTensor x, Kept& k, Tensor experts, Tensor y) 
 void Moe::run_experts_backward(Pass& pass, const Kept& k, ConstTensor dcombined, Tensor dz, Tensor dweights) const {
   auto& ctx = pass.ctx;
   Scope scope(ctx.scratch);
+  const bool alone = pass.exchange->ranks() == 1;
   const std::int64_t slots = pass.T() * K_, R = k.plan.received();
-  const Tensor dslots = pass.scratch({slots, Z_}), dreceived = pass.scratch({R, Z_});
+  const Tensor dslots = pass.scratch({slots, Z_}), dreceived = alone ? dslots : pass.scratch({R, Z_});
   ops::collect_rows(ctx, ops::CollectRowsBackward{.dy = dcombined,
                                                   .rows = k.returned,
                                                   .slot_row = k.slot_row,
                                                   .weights = k.weights,
                                                   .drows = dslots,
                                                   .dweights = dweights});
-  pass.exchange->out(ctx, k.plan, dslots, dreceived);
+  if (!alone) pass.exchange->out(ctx, k.plan, dslots, dreceived);
   const Tensor dgate = pass.scratch({R, F_}), dup = pass.scratch({R, F_});
-  project_grouped_backward(pass, w2_, k.plan.offsets, dreceived, k.act, dgate);
+  project_grouped_backward(pass, w2_, offsets_of(k.plan), dreceived, k.act, dgate);
   ops::glu(
       ctx,
       ops::GluBackward{
           .kind = act_, .beta = beta_, .linear_beta = linear_beta_, .dy = dgate, .g = k.gate, .u = k.up, .dg = dgate, .du = dup});
-  project_grouped_backward(pass, w1_, k.plan.offsets, dgate, k.received, dreceived);
-  project_grouped_backward(pass, w3_, k.plan.offsets, dup, k.received, dreceived, true);
-  pass.exchange->back(ctx, k.plan, dreceived, dslots);
+  project_grouped_backward(pass, w1_, offsets_of(k.plan), dgate, k.received, dreceived);
+  project_grouped_backward(pass, w3_, offsets_of(k.plan), dup, k.received, dreceived, true);
+  if (!alone) pass.exchange->back(ctx, k.plan, dreceived, dslots);
   ops::collect_rows(ctx, ops::CollectRows{.rows = dslots, .slot_row = k.slot_row, .weights = {}, .y = dz});
 }
 

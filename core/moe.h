@@ -37,6 +37,7 @@ class Moe {
   void route(Pass& pass, ConstTensor x, Kept& kept, Tensor experts) const;
   void count(Pass& pass, const Kept& kept, ConstTensor experts, ConstTensor cutoff) const;
   void balance_losses(Pass& pass, const Kept& kept, ConstTensor experts, Tensor loss, Tensor dlogits) const;
+  void plan_exchange(Pass& pass, Kept& kept, ConstTensor experts) const;
   void run_experts(Pass& pass, ConstTensor z, Kept& kept, ConstTensor experts) const;
   void run_experts_backward(Pass& pass, const Kept& kept, ConstTensor dcombined, Tensor dz, Tensor dweights) const;
 

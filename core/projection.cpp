@@ -33,15 +33,16 @@ void project_backward(Pass& pass, int id, ConstTensor dy, ConstTensor x, Tensor 
                                             .add_dx = add_dx});
 }
 
-void project_grouped(Pass& pass, int id, std::span<const std::int64_t> offsets, ConstTensor x, Tensor y) {
-  ops::grouped_linear(pass.ctx, ops::GroupedLinearForward{.x = x, .w = pass.params.weight(id), .y = y, .offsets = offsets});
+void project_grouped(Pass& pass, int id, const GroupRows& groups, ConstTensor x, Tensor y) {
+  ops::grouped_linear(pass.ctx, ops::GroupedLinearForward{.x = x, .w = pass.params.weight(id), .y = y, .offsets = groups.offsets, .device_offsets = groups.device_offsets});
 }
 
-void project_grouped_backward(Pass& pass, int id, std::span<const std::int64_t> offsets, ConstTensor dy, ConstTensor x, Tensor dx, bool add_dx) {
+void project_grouped_backward(Pass& pass, int id, const GroupRows& groups, ConstTensor dy, ConstTensor x, Tensor dx, bool add_dx) {
   const Tensor dw = pass.params.gradient(id);
   if (!dw.present() && !dx.present()) return;
   ops::grouped_linear(pass.ctx, ops::GroupedLinearBackward{
-                                    .dy = dy, .x = x, .w = pass.params.weight(id), .dx = dx, .dw = dw, .offsets = offsets, .add_dx = add_dx});
+                                    .dy = dy, .x = x, .w = pass.params.weight(id), .dx = dx, .dw = dw,
+                                    .offsets = groups.offsets, .device_offsets = groups.device_offsets, .add_dx = add_dx});
 }
 
 void project_heads(Pass& pass, int id, const HeadSlice& s, ConstTensor x, Tensor y) {

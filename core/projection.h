@@ -14,9 +14,13 @@ namespace moetrain::core {
 void project(Pass& pass, int id, ConstTensor x, Tensor y, bool add = false);
 void project_backward(Pass& pass, int id, ConstTensor dy, ConstTensor x, Tensor dx, bool add_dx = false);
 
-// Rows of each local expert through its own matrix; offsets (e+1).
-void project_grouped(Pass& pass, int id, std::span<const std::int64_t> offsets, ConstTensor x, Tensor y);
-void project_grouped_backward(Pass& pass, int id, std::span<const std::int64_t> offsets, ConstTensor dy, ConstTensor x, Tensor dx, bool add_dx = false);
+// Rows of each local expert through its own matrix.
+struct GroupRows {
+  std::span<const std::int64_t> offsets;  // (e+1)
+  ConstTensor device_offsets;             // as ops/grouped_linear.h
+};
+void project_grouped(Pass& pass, int id, const GroupRows& groups, ConstTensor x, Tensor y);
+void project_grouped_backward(Pass& pass, int id, const GroupRows& groups, ConstTensor dy, ConstTensor x, Tensor dx, bool add_dx = false);
 
 // A slice of each head's rows of W (N (A), C), between heads and latent (ops/head_linear.h).
 struct HeadSlice {

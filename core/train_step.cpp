@@ -1,11 +1,18 @@
 // train_step.cpp -- one optimizer step: batch, forward, backward, sums over ranks, norm, update, balance.
 #include <cmath>
+#include <limits>
 
 #include "core/schedule.h"
 #include "core/trainer.h"
 #include "ops/balance.h"
 
 namespace moetrain::core {
+namespace {
+
+// The sign of a NaN means nothing, but is printed.
+double without_nan_sign(double x) { return std::isnan(x) ? std::numeric_limits<double>::quiet_NaN() : x; }
+
+}  // namespace
 
 StepResult Trainer::step(std::span<const io::Batch> micro_batches) {
   const Totals totals = count(micro_batches);
@@ -28,7 +35,7 @@ StepResult Trainer::step(std::span<const io::Batch> micro_batches) {
     }
     params_->finish_gradients();
     reduce_losses(totals, result);
-    result.grad_norm = optimizer_->norm(ctx_, *mesh_.world().control);
+    result.grad_norm = without_nan_sign(optimizer_->norm(ctx_, *mesh_.world().control));
     if (!std::isfinite(result.grad_norm) || !std::isfinite(result.loss)) result.skipped = Skipped::nonfinite;
   }
   reduce_counts(result);
@@ -44,12 +51,13 @@ StepResult Trainer::step(std::span<const io::Batch> micro_batches) {
   return result;
 }
 
-// Counted before the first backward, so that every term of the loss has its final scale.
+// Counted before the first backward, so that every term of the loss has its final scale. On Device::dry a batch is its offsets
+// alone, and every token counts as labelled.
 Trainer::Totals Trainer::count(std::span<const io::Batch> batches) {
   std::int64_t sums[3] = {};
   for (const io::Batch& b : batches) {
-    sums[0] += b.label_count();
-    sums[1] += std::int64_t(b.tokens.size());
+    sums[0] += memory_.device() == Device::dry ? b.sequences.back() : b.label_count();
+    sums[1] += b.sequences.back();
     sums[2] += std::int64_t(b.sequences.size()) - 1;
   }
   mesh_.world().control->all_reduce(Tensor(sums, DType::i64, {3}), parallel::Reduction::sum);
@@ -57,13 +65,19 @@ Trainer::Totals Trainer::count(std::span<const io::Batch> batches) {
 }
 
 MicroBatch Trainer::upload(const io::Batch& b) {
-  const auto T = std::int64_t(b.tokens.size());
+  const std::int64_t T = b.sequences.back();
   auto put = [&](const std::vector<std::int32_t>& host) {
     const Tensor t = kept_.take(DType::i32, {T});
     copy_to_device(memory_.device(), t.data, host.data(), t.bytes());
     return t;
   };
-  return {put(b.tokens), put(b.labels), {b.documents}, b.sequences};
+  ops::Documents documents{b.documents};
+  if (memory_.device() == Device::cuda) {
+    const Tensor starts = kept_.take(DType::i64, {std::int64_t(b.documents.size())});
+    copy_to_device(memory_.device(), starts.data, b.documents.data(), starts.bytes());
+    documents.on_device = starts;
+  }
+  return {put(b.tokens), put(b.labels), documents, b.sequences};
 }
 
 Pass Trainer::make_pass(const MicroBatch& batch, const Totals& totals, PassMode mode) {
@@ -88,6 +102,7 @@ void Trainer::zero_sums() {
 }
 
 void Trainer::reduce_losses(const Totals& totals, StepResult& result) {
+  mesh_.settle();
   const Tensor sums[3] = {lm_.view(), balance_.view(), indexer_.view()};
   double values[3] = {};
   for (int i = 0; i < 3; ++i) {
@@ -100,6 +115,7 @@ void Trainer::reduce_losses(const Totals& totals, StepResult& result) {
     }
   }
   mesh_.world().control->all_reduce(Tensor(values, DType::f64, {3}), parallel::Reduction::sum);
+  for (double& value : values) value = without_nan_sign(value);
   if (totals.labels > 0) result.loss = values[0] / double(totals.labels);
   if (model_.moe_layers() > 0 && (config_.moe.balance == Balance::auxiliary || config_.moe.z_loss != 0))
     result.balance_loss = values[1];

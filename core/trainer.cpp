@@ -7,11 +7,12 @@ namespace moetrain::core {
 
 Trainer::Trainer(const Config& config, std::unique_ptr<parallel::Communicator> world, Device device, bool poison)
     : config_(config),
-      mesh_(config.parallel.mesh(), std::move(world)),
+      mesh_(config.parallel.mesh(), std::move(world), device),
       memory_(device),
       scratch_(memory_, Category::workspace, poison),
       kept_(memory_, Category::activations, poison),
-      ctx_{scratch_},
+      blas_(ops::make_blas(memory_)),
+      ctx_{.scratch = scratch_, .blas = blas_.get()},
       model_(config.model, table_) {
   together(*mesh_.world().control, [&] { allocate(); });
 }
@@ -22,7 +23,7 @@ void Trainer::allocate() {
   params_ = std::make_unique<parallel::ShardedParams>(memory_, layout_.tensors, layout_.units, config_.parallel.reshard_after_use);
   optimizer_ = std::make_unique<Optimizer>(memory_, config_.optimizer, table_, *params_);
   const std::int64_t layers = model_.moe_layers(), E = config_.model.num_experts;
-  if (layers > 0) exchange_ = std::make_unique<parallel::ExpertExchange>(*mesh_.expert().data, E);
+  if (layers > 0) exchange_ = std::make_unique<parallel::ExpertExchange>(*mesh_.expert().data, *mesh_.expert().control, E);
 
   const DType real = real_of(config_.run.dtype);
   auto own = [&](DType dtype, Shape shape) { return OwnedTensor(memory_, Category::workspace, dtype, shape); };

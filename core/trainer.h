@@ -79,6 +79,7 @@ class Trainer {
   parallel::Mesh mesh_;
   Memory memory_;
   Stack scratch_, kept_;
+  ops::OwnedBlas blas_;
   ops::Context ctx_;
   ParamTable table_;
   Model model_;

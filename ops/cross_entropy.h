@@ -14,6 +14,9 @@
 // Logits, gradients and what is kept between blocks are in real (f32 for f32 and bf16, f64 for f64); exponentials within a block
 // and the loss over tokens are summed in f64; dhidden is rounded once. Nothing aliases. Repeatable to the bit for the same chunks;
 // other chunks change rounding only.
+//
+// On CUDA blocks are cut over all tokens, ignored ones too, their rows zeroed; logits and g are in the storage type (bf16: 8 bits of
+// a logit), exponentials are summed in f32.
 #pragma once
 #include <algorithm>
 
@@ -76,14 +79,37 @@ struct CrossEntropy {
     if (dhidden.present()) taken.dhidden = stack.take(real, {s, D});
     return taken;
   }
+  struct DeviceScratch {  // of CUDA
+    Tensor running;  // (3, s) as above
+    Tensor hidden;   // (s, D) storage
+    Tensor logits;   // (s, v) storage, v rounded up to 16 bytes
+    Tensor dhidden;  // (s, D) f32; absent where one block covers the vocabulary, and for loss only
+  };
+  DeviceScratch take_device_scratch(Context& ctx) const {
+    const auto s = std::min(seq_chunk, hidden.shape[0]), V = weight.shape[0], v = std::min(vocab_chunk, V), D = hidden.shape[1];
+    auto& stack = ctx.scratch;
+    DeviceScratch taken;
+    taken.running = stack.take(DType::f32, {3, s});
+    taken.hidden = stack.take(hidden.dtype, {s, D});
+    taken.logits = stack.take(hidden.dtype, {s, (v + 7) / 8 * 8});
+    if (dhidden.present() && v < V) taken.dhidden = stack.take(DType::f32, {s, D});
+    return taken;
+  }
 };
 
 namespace cpu {
 void cross_entropy(Context&, const CrossEntropy&);
 }  // namespace cpu
+namespace cuda {
+void cross_entropy(Context&, const CrossEntropy&);
+}  // namespace cuda
 
 inline void cross_entropy(Context& ctx, const CrossEntropy& a) {
-  dispatch(ctx, "cross_entropy forward", a, [&] { cpu::cross_entropy(ctx, a); });
+  dispatch(
+      ctx, "cross_entropy forward", a, [&] { cpu::cross_entropy(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::cross_entropy(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

@@ -4,6 +4,7 @@
 #include <memory>
 #include <span>
 
+#include "memory/device.h"
 #include "memory/tensor.h"
 
 namespace moetrain::parallel {
@@ -49,9 +50,13 @@ class Communicator {
   void barrier();
   // The group of some of this group's ranks, in this order; every rank of this group calls it, each with the group it is in.
   virtual std::unique_ptr<Communicator> subgroup(std::span<const int> members) = 0;
+  // On a device collectives are queued: the host waits here until they are done, the traffic then has their time. Ends the run when
+  // one failed or did not end in time. Nothing to do in host memory.
+  virtual void settle() {}
 
  protected:
   Communicator(int rank, int size) : rank_(rank), size_(size) {}
+  void add_exposed(double seconds) { traffic_.exposed_seconds += seconds; }
 
  private:
   virtual void do_all_gather(std::span<const Gather> pieces) = 0;
@@ -65,10 +70,14 @@ class Communicator {
   Traffic traffic_;
 };
 
-std::unique_ptr<Communicator> solo();                   // one rank: copies
+std::unique_ptr<Communicator> solo(Device device = Device::cpu);  // one rank: copies
 std::unique_ptr<Communicator> dry(int rank, int size);  // counts traffic, moves nothing (moetrain plan)
 // All ranks of the job, host memory; collective, needs a live MpiSession, which must outlive it. A collective stages and sends at
 // most round_bytes at a time, so that no count outgrows MPI's int and staging stays small.
 std::unique_ptr<Communicator> mpi_world(std::int64_t round_bytes = std::int64_t(64) << 20);
+// The ranks of a host group, one GPU each, tensors on the device: NCCL on a stream of its own, in order with the default stream on
+// both sides. Collective; subgroups share the stream, so that all ranks issue their collectives in one order. A build without NCCL
+// has groups of one rank only and refuses others.
+std::unique_ptr<Communicator> on_devices(std::unique_ptr<Communicator> host, double timeout_s = 600);
 
 }  // namespace moetrain::parallel

@@ -27,9 +27,10 @@ void check_rows(const ExchangePlan& plan, ConstTensor here, ConstTensor there) {
 
 std::int64_t ExchangePlan::sent() const { return std::accumulate(send_rows.begin(), send_rows.end(), std::int64_t(0)); }
 
-ExpertExchange::ExpertExchange(Communicator& group, std::int64_t experts) : group_(group), experts_(experts) {
-  check(experts >= 1 && experts % group.size() == 0, "expert exchange: ranks do not divide experts",
-        {{"experts", experts}, {"ranks", group.size()}});
+ExpertExchange::ExpertExchange(Communicator& group, Communicator& control, std::int64_t experts)
+    : group_(group), control_(control), experts_(experts) {
+  check(experts >= 1 && experts % group_.size() == 0, "expert exchange: ranks do not divide experts",
+        {{"experts", experts}, {"ranks", group_.size()}});
 }
 
 ExchangePlan ExpertExchange::plan(Stack& kept, std::span<const std::int64_t> counts) {
@@ -40,7 +41,7 @@ ExchangePlan ExpertExchange::plan(Stack& kept, std::span<const std::int64_t> cou
   std::vector<std::int64_t> arriving(counts.begin(), counts.end());  // (n, E/n) by source, then local expert
   if (n > 1) {
     const std::vector<std::int64_t> sizes(n, std::int64_t(local * sizeof(std::int64_t)));
-    group_.all_to_all(counts.data(), sizes, arriving.data(), sizes);
+    control_.all_to_all(counts.data(), sizes, arriving.data(), sizes);
     if (device == Device::dry)  // nothing came: let every rank have the counts of this one
       for (std::size_t i = 0; i < arriving.size(); ++i) arriving[i] = counts[std::size_t(group_.rank()) * local + i % local];
   }
@@ -57,7 +58,12 @@ ExchangePlan ExpertExchange::plan(Stack& kept, std::span<const std::int64_t> cou
       plan.offsets[j + 1] += arriving[r * local + j];
     }
   for (std::size_t j = 0; j < local; ++j) plan.offsets[j + 1] += plan.offsets[j];
+  plan.received_rows = plan.offsets.back();
   if (n == 1) return plan;
+  if (device == Device::cuda) {
+    plan.device_offsets = kept.take(DType::i64, {std::int64_t(local) + 1});
+    copy_to_device(device, plan.device_offsets.data, plan.offsets.data(), plan.device_offsets.bytes());
+  }
 
   plan.to = kept.take(DType::i64, {plan.received()});
   if (device == Device::dry) return plan;
@@ -67,6 +73,14 @@ ExchangePlan ExpertExchange::plan(Stack& kept, std::span<const std::int64_t> cou
     for (std::size_t j = 0; j < local; ++j)
       for (std::int64_t i = 0; i < arriving[r * local + j]; ++i) to.push_back(next[j]++);
   copy_to_device(device, plan.to.data, to.data(), plan.to.bytes());
+  return plan;
+}
+
+ExchangePlan ExpertExchange::stay(Tensor offsets, std::int64_t rows) {
+  ExchangePlan plan;
+  plan.send_rows = plan.receive_rows = {rows};
+  plan.device_offsets = offsets;
+  plan.received_rows = rows;
   return plan;
 }
 

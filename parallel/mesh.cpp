@@ -13,11 +13,8 @@ std::vector<int> members(const MeshShape& shape, Same&& same) {
   return found;
 }
 
-Axis axis_of(Communicator& world, const std::vector<int>& ranks) {
-  Axis axis;
-  axis.data = world.subgroup(ranks);
-  axis.control = world.subgroup(ranks);
-  return axis;
+Axis axis_of(Communicator& data, Communicator& control, const std::vector<int>& ranks) {
+  return {data.subgroup(ranks), control.subgroup(ranks)};
 }
 
 }  // namespace
@@ -34,7 +31,7 @@ Coordinates coordinates_of(const MeshShape& shape, int rank) {
   return c;
 }
 
-Mesh::Mesh(MeshShape shape, std::unique_ptr<Communicator> world) : shape_(shape) {
+Mesh::Mesh(MeshShape shape, std::unique_ptr<Communicator> world, Device device) : shape_(shape) {
   check(shape.data >= 1 && shape.expert >= 1 && shape.sequence >= 1 && shape.tensor >= 1 && world->size() == shape.ranks(),
         "mesh: the axes do not make up the ranks of the job",
         {{"data", shape.data},
@@ -45,12 +42,17 @@ Mesh::Mesh(MeshShape shape, std::unique_ptr<Communicator> world) : shape_(shape)
   here_ = coordinates_of(shape, world->rank());
   const auto me = here_;
   world_.control = world->subgroup(members(shape, [](const Coordinates&) { return true; }));
-  dense_ = axis_of(*world, members(shape, [&](const Coordinates& c) { return c.tensor == me.tensor; }));
-  expert_ = axis_of(*world, members(shape, [&](const Coordinates& c) {
+  world_.data = device == Device::cuda ? on_devices(std::move(world)) : std::move(world);
+  Communicator &data = *world_.data, &control = *world_.control;
+  dense_ = axis_of(data, control, members(shape, [&](const Coordinates& c) { return c.tensor == me.tensor; }));
+  expert_ = axis_of(data, control, members(shape, [&](const Coordinates& c) {
     return c.data == me.data && c.sequence == me.sequence && c.tensor == me.tensor;
   }));
-  expert_data_ = axis_of(*world, members(shape, [&](const Coordinates& c) { return c.expert == me.expert; }));
-  world_.data = std::move(world);
+  expert_data_ = axis_of(data, control, members(shape, [&](const Coordinates& c) { return c.expert == me.expert; }));
+}
+
+void Mesh::settle() {
+  for (const Axis* axis : {&world_, &dense_, &expert_, &expert_data_}) axis->data->settle();
 }
 
 Traffic Mesh::traffic() const {

@@ -31,8 +31,8 @@ struct Axis {
 //   expert_data   ranks that hold the same experts (equal ep): shard and sum those
 class Mesh {
  public:
-  // `world` must have shape.ranks() ranks; collective.
-  Mesh(MeshShape shape, std::unique_ptr<Communicator> world);
+  // `world` is of host memory and must have shape.ranks() ranks; data travels in the device's memory. Collective.
+  Mesh(MeshShape shape, std::unique_ptr<Communicator> world, Device device = Device::cpu);
   const MeshShape& shape() const { return shape_; }
   const Coordinates& here() const { return here_; }
   int rank() const { return world_.data->rank(); }
@@ -43,6 +43,7 @@ class Mesh {
   Axis& expert() { return expert_; }
   Axis& expert_data() { return expert_data_; }
   Traffic traffic() const;  // of all groups together
+  void settle();            // Communicator::settle of all of them
 
  private:
   MeshShape shape_;

@@ -1,6 +1,5 @@
-// solo.cpp -- the group of one rank in host memory: what it sends, it receives.
-#include <cstring>
-
+// solo.cpp -- the group of one rank: what it sends, it receives.
+#include "memory/buffer.h"
 #include "parallel/communicator.h"
 
 namespace moetrain::parallel {
@@ -8,16 +7,16 @@ namespace {
 
 class Solo final : public Communicator {
  public:
-  Solo() : Communicator(0, 1) {}
+  explicit Solo(Device device) : Communicator(0, 1), device_(device) {}
   std::unique_ptr<Communicator> subgroup(std::span<const int> members) override {
     check(members.size() == 1 && members[0] == 0, "subgroup: a group of one has only itself",
           {{"members", std::int64_t(members.size())}});
-    return solo();
+    return solo(device_);
   }
 
  private:
-  static void move(void* to, const void* from, std::int64_t bytes) {
-    if (bytes > 0 && to != from) std::memcpy(to, from, std::size_t(bytes));
+  void move(void* to, const void* from, std::int64_t bytes) const {
+    if (bytes > 0 && to != from) copy_to_device(device_, to, from, bytes);
   }
   void do_all_gather(std::span<const Gather> pieces) override {
     for (const auto& piece : pieces) move(piece.receive, piece.send, piece.bytes);
@@ -32,10 +31,11 @@ class Solo final : public Communicator {
   }
   void do_broadcast(void*, std::int64_t, int) override {}
   void do_barrier() override {}
+  Device device_;
 };
 
 }  // namespace
 
-std::unique_ptr<Communicator> solo() { return std::make_unique<Solo>(); }
+std::unique_ptr<Communicator> solo(Device device) { return std::make_unique<Solo>(device); }
 
 }  // namespace moetrain::parallel

@@ -53,6 +53,11 @@ using Report = std::function<void(const Figure&)>;
 Ceilings measure_ceilings();
 
 // One function an operator (app/bench/<op>.cpp); each reports its cases.
+void bench_cross_entropy(const Ceilings&, const Report&);
 void bench_linear(const Ceilings&, const Report&);
+void bench_sparse_attention(const Ceilings&, const Report&);
+void bench_indexer(const Ceilings&, const Report&);
+void bench_grouped_linear(const Ceilings&, const Report&);
+void bench_attention(const Ceilings&, const Report&);
 
 }  // namespace moetrain::app

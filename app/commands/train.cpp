@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "app/commands.h"
+#include "app/device.h"
 #include "app/job.h"
 #include "app/session.h"
 #include "core/together.h"
@@ -86,12 +87,12 @@ ExitCode train(const TrainArguments& arguments, int& argc, char**& argv) {
   Ending ending;
   try {
     read_agreed(session, arguments, config, ending);
-    if (session.rank() == 0 && config.run.device == core::DeviceChoice::automatic) spdlog::info("run.device auto: cpu");
+    const Device device = choose_device(session, config);
     const core::TrainOptions options{.resume = arguments.resume,
                                      .stop_after = arguments.stop_after,
                                      .stop_requested = stop_signal_kept,
                                      .reached = [&](std::int64_t step) { ending.step = step; }};
-    const ExitCode code = core::train(config, parallel::mpi_world(), Device::cpu, options);
+    const ExitCode code = core::train(config, parallel::mpi_world(), device, options);
     session.control().barrier();
     return code;
   } catch (const core::AgreedError& e) {

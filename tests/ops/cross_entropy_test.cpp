@@ -5,6 +5,7 @@
 
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/on_device.h"
 #include "tests/support/slope.h"
 
 using namespace moetrain;
@@ -84,6 +85,24 @@ Results plain(Bench& b, const Case& c, double scale) {
       }
     }
   }
+  return r;
+}
+
+Results on_cuda(Bench& b, const Case& c, std::int64_t seq_chunk, std::int64_t vocab_chunk, double scale) {
+  test::DeviceBench device;
+  const Tensor loss = device.copy(b.zeros(DType::f32, {1})), dhidden = device.empty(c.hidden.dtype, c.hidden.shape),
+               dweight = device.copy(b.zeros(DType::f32, c.weight.shape));
+  ops::cross_entropy(device.context(), ops::CrossEntropy{.hidden = device.copy(c.hidden),
+                                                         .weight = device.copy(c.weight),
+                                                         .labels = device.copy(c.labels),
+                                                         .seq_chunk = seq_chunk,
+                                                         .vocab_chunk = vocab_chunk,
+                                                         .gradient_scale = scale,
+                                                         .loss = loss,
+                                                         .dhidden = dhidden,
+                                                         .dweight = dweight});
+  const Results r{device.to_host(b, loss), device.to_host(b, dhidden), device.to_host(b, dweight)};
+  CHECK(device.guards_hold());
   return r;
 }
 
@@ -300,4 +319,56 @@ TEST_CASE("cross_entropy refuses what does not fit", "[ops][cpu]") {
   refused([&](auto& a) { a.dhidden = {}; });
   refused([&](auto& a) { a.dweight = b.zeros(DType::bf16, {9, 4}); });
   refused([&](auto& a) { a.dweight = b.zeros(DType::f32, {4, 9}); });
+}
+
+TEST_CASE("cross_entropy on CUDA is within rounding of the f64 reference, however it is cut", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  struct Size {
+    std::int64_t T, V, D, every;
+  };
+  struct Cut {
+    std::int64_t seq, vocab;
+  };
+  for (const auto [T, V, D, every] : {Size{13, 17, 5, 3}, Size{1, 7, 3, 0}, Size{130, 1009, 64, 4}, Size{64, 2048, 40, 0}})
+    for (const DType type : {DType::f32, DType::bf16})
+      for (const auto [seq, vocab] : {Cut{1000, 100000}, Cut{7, 100000}, Cut{50, 256}, Cut{3, 5}}) {
+        CAPTURE(T, V, D, every, name_of(type), seq, vocab);
+        Bench b(45);
+        const Case c = make(b, type, T, V, D, every, 0.4);
+        const Case wide{b.as(DType::f64, c.hidden), b.as(DType::f64, c.weight), c.labels};
+        const bool narrow = type == DType::bf16;
+        check_same(on_cuda(b, c, seq, vocab, 0.25), run(b, wide, T, V, 0.25), narrow ? 2e-2 : 2e-5, narrow ? 2e-2 : 2e-5);
+      }
+}
+
+TEST_CASE("cross_entropy on CUDA does not let an ignored token's NaN through, and without labels does nothing", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  Bench b(46);
+  Case c = make(b, DType::bf16, 9, 33, 8, 3);
+  const Results before = on_cuda(b, c, 4, 33, 1);
+  for (std::int64_t t = 2; t < 9; t += 3)
+    for (std::int64_t d = 0; d < 8; ++d) Bench::set(c.hidden, t * 8 + d, std::numeric_limits<double>::quiet_NaN());
+  const Results after = on_cuda(b, c, 4, 33, 1);
+  CHECK(test::values_of(after.loss) == test::values_of(before.loss));
+  CHECK(test::values_of(after.dhidden) == test::values_of(before.dhidden));
+  CHECK(test::values_of(after.dweight) == test::values_of(before.dweight));
+  c.labels = b.filled(DType::i32, {9}, [](std::int64_t) { return -100.0; });
+  const Results none = on_cuda(b, c, 4, 7, 1);
+  for (const Tensor& t : {none.loss, none.dhidden, none.dweight})
+    for (const double v : test::values_of(t)) CHECK(v == 0);
+}
+
+TEST_CASE("cross_entropy on CUDA gives the same bits in 20 runs", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  Bench b(47);
+  const Case c = make(b, DType::bf16, 100, 999, 48, 5, 0.3);
+  for (const std::int64_t vocab : {999, 128}) {
+    const Results first = on_cuda(b, c, 33, vocab, 0.01);
+    for (int i = 0; i < 19; ++i) {
+      const Results again = on_cuda(b, c, 33, vocab, 0.01);
+      CHECK(test::values_of(again.loss) == test::values_of(first.loss));
+      CHECK(test::values_of(again.dhidden) == test::values_of(first.dhidden));
+      CHECK(test::values_of(again.dweight) == test::values_of(first.dweight));
+    }
+  }
 }

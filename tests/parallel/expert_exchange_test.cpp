@@ -13,7 +13,7 @@ TEST_CASE("with one rank the exchange is a copy and needs no permutation", "[par
   Memory memory(Device::cpu);
   Stack kept(memory, Category::activations);
   const auto group = solo();
-  ExpertExchange exchange(*group, 3);
+  ExpertExchange exchange(*group, *group, 3);
   const std::int64_t counts[] = {2, 0, 1};
   const ExchangePlan plan = exchange.plan(kept, counts);
   CHECK(plan.offsets == std::vector<std::int64_t>{0, 2, 2, 3});
@@ -33,7 +33,7 @@ TEST_CASE("a dry rank plans for peers with its own counts and counts what would 
   Stack kept(memory, Category::activations), scratch(memory, Category::workspace);
   ops::Context ctx{scratch};
   const auto group = dry(1, 2);
-  ExpertExchange exchange(*group, 4);
+  ExpertExchange exchange(*group, *group, 4);
   const std::int64_t counts[] = {1, 2, 3, 4};
   const ExchangePlan plan = exchange.plan(kept, counts);
   CHECK(plan.send_rows == std::vector<std::int64_t>{3, 7});
@@ -55,8 +55,8 @@ TEST_CASE("experts that ranks do not divide, and rows that do not fit the plan, 
   Stack kept(memory, Category::activations), scratch(memory, Category::workspace);
   ops::Context ctx{scratch};
   const auto group = dry(0, 2);
-  CHECK_THROWS_AS(ExpertExchange(*group, 3), Error);
-  ExpertExchange exchange(*group, 2);
+  CHECK_THROWS_AS(ExpertExchange(*group, *group, 3), Error);
+  ExpertExchange exchange(*group, *group, 2);
   const std::int64_t counts[] = {1, 2}, few[] = {1}, negative[] = {-1, 1};
   CHECK_THROWS_AS(exchange.plan(kept, few), Error);
   CHECK_THROWS_AS(exchange.plan(kept, negative), Error);

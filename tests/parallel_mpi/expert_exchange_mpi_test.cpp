@@ -63,7 +63,7 @@ TEST_CASE("rows arrive sorted by expert then source, and the way back undoes the
         }
       }
 
-      ExpertExchange exchange(*world, E);
+      ExpertExchange exchange(*world, *world, E);
       const ExchangePlan plan = exchange.plan(kept, counts);
       REQUIRE(plan.offsets == offsets);
       REQUIRE(plan.sent() * D == std::int64_t(sent.size()));

@@ -1,0 +1,78 @@
+// device.cpp -- GPUs counted, shared out by local rank, and each looked at before anything is put on it.
+#include "app/device.h"
+
+#include <spdlog/spdlog.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "core/together.h"
+#include "memory/cuda_memory.h"
+
+namespace moetrain::app {
+namespace {
+
+struct Place {
+  char host[256] = {}, bus[32] = {};
+  bool operator==(const Place& o) const { return std::strcmp(host, o.host) == 0 && std::strcmp(bus, o.bus) == 0; }
+};
+
+std::string visible() {
+  const char* list = std::getenv("CUDA_VISIBLE_DEVICES");
+  return list != nullptr ? " (CUDA_VISIBLE_DEVICES is '" + std::string(list) + "')" : "";
+}
+
+// A launcher shows a rank all GPUs of its host, or only the one that is meant for it.
+int index_of(const Session& session) { return session.local_rank() % cuda::devices(); }
+
+// Which GPU each rank would take, and the first one that two would share: they would wait for each other for ever. Collective.
+std::string shared_device(Session& session) {
+  Place mine;
+  gethostname(mine.host, sizeof mine.host - 1);
+  cuda::bus_of(index_of(session)).copy(mine.bus, sizeof mine.bus - 1);
+  std::vector<Place> all(std::size_t(session.size()));
+  const parallel::Communicator::Gather piece{&mine, all.data(), sizeof mine};
+  session.control().all_gather({&piece, 1});
+  for (std::size_t r = 0; r < all.size(); ++r)
+    for (std::size_t q = 0; q < r; ++q)
+      if (all[q] == all[r])
+        return fmt::format("ranks {} and {} would share GPU {} of {}{}", q, r, all[r].bus, all[r].host, visible());
+  return "";
+}
+
+Device on_cpu(const Session& session, const std::string& why) {
+  if (session.rank() == 0) spdlog::info("run.device auto: cpu{}", why);
+  return Device::cpu;
+}
+
+}  // namespace
+
+Device choose_device(Session& session, const core::Config& config) {
+  const bool automatic = config.run.device == core::DeviceChoice::automatic;
+  if constexpr (kHasCuda) {
+    if (config.run.device != core::DeviceChoice::cpu && config.run.dtype != DType::f64) {
+      std::int64_t devices = cuda::devices();
+      core::together(session.control(), [&] {
+        if (!automatic && devices == 0)
+          throw Error("run.device: cuda, but no GPU is seen here" + visible() + "; nvidia-smi tells whether the driver sees one");
+      });
+      session.control().all_reduce(Tensor(&devices, DType::i64, {1}), parallel::Reduction::min);
+      if (devices == 0) return on_cpu(session, " (no GPU is seen" + std::string(session.size() > 1 ? " by every rank)" : ")"));
+      const std::string shared = shared_device(session);
+      if (!shared.empty() && automatic) return on_cpu(session, " (" + shared + "; a GPU takes one rank)");
+      if (!shared.empty()) throw core::AgreedError(0, shared + ": start one rank a GPU at most", ExitCode::run_failed);
+      cuda::DeviceInfo mine;
+      core::together(session.control(), [&] { mine = cuda::use_device(index_of(session)); });
+      if (session.rank() == 0)
+        spdlog::info("run.device {}: cuda, {} with {:.1f} GiB{}", automatic ? "auto" : "cuda", mine.name,
+                     double(mine.memory_bytes) / double(std::int64_t(1) << 30),
+                     session.size() > 1 ? fmt::format(", {} of them", session.size()) : "");
+      return Device::cuda;
+    }
+  }
+  return automatic ? on_cpu(session, "") : Device::cpu;
+}
+
+}  // namespace moetrain::app

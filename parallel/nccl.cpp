@@ -1,0 +1,168 @@
+// nccl.cpp -- collectives of device memory over NCCL, on one stream beside the default one; host messages stay with MPI.
+#include <nccl.h>
+
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "memory/stream.h"
+#include "parallel/communicator.h"
+
+namespace moetrain::parallel {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+ncclDataType_t type_of(DType t) {
+  switch (t) {
+    case DType::f32: return ncclFloat32;
+    case DType::f64: return ncclFloat64;
+    case DType::i32: return ncclInt32;
+    case DType::i64: return ncclInt64;
+    default: fail("nccl: no such element", {{"dtype", std::int64_t(t)}});
+  }
+}
+
+[[noreturn]] void lost(const std::string& what) { throw Error("NCCL: " + what, ExitCode::rank_lost); }
+
+class Nccl final : public Communicator {
+ public:
+  Nccl(std::unique_ptr<Communicator> host, std::shared_ptr<cuda::Stream> stream, double timeout_s)
+      : Communicator(host->rank(), host->size()), host_(std::move(host)), stream_(std::move(stream)), timeout_s_(timeout_s) {
+    ncclUniqueId id;
+    if (rank() == 0) ok(ncclGetUniqueId(&id), "ncclGetUniqueId");
+    host_->broadcast(&id, sizeof id, 0);
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    finish(ncclCommInitRankConfig(&comm_, size(), id, rank(), &config), "ncclCommInitRank");
+  }
+  ~Nccl() override {
+    if (!comm_) return;
+    // A rank that leaves by an exception does not wait for others that may be gone.
+    if (std::uncaught_exceptions() > 0) ncclCommAbort(comm_);
+    else ncclCommDestroy(comm_);
+  }
+  std::unique_ptr<Communicator> subgroup(std::span<const int> members) override {
+    return make(host_->subgroup(members), stream_, timeout_s_);
+  }
+  static std::unique_ptr<Communicator> make(std::unique_ptr<Communicator> host, std::shared_ptr<cuda::Stream> stream, double timeout_s) {
+    if (host->size() == 1) return solo(Device::cuda);
+    return std::make_unique<Nccl>(std::move(host), std::move(stream), timeout_s);
+  }
+
+  void settle() override {
+    if (pending_.empty()) return;
+    const auto start = Clock::now();
+    while (!pending_.back().after.reached()) {
+      watch(start, "a collective");
+      std::this_thread::yield();
+    }
+    for (const Span& span : pending_) add_exposed(double(span.after.ms_since(span.before)) * 1e-3);
+    pending_.clear();
+  }
+
+ private:
+  // The time in which the default stream stood still for one call.
+  struct Span {
+    cuda::Event before{true}, after{true};
+  };
+
+  void ok(ncclResult_t status, const char* call) const {
+    if (status == ncclSuccess || status == ncclInProgress) return;
+    const char* more = ncclGetLastError(comm_);
+    lost(std::string(call) + ": " + ncclGetErrorString(status) + (more && *more ? std::string(" (") + more + ")" : ""));
+  }
+  void watch(Clock::time_point start, const char* call) const {
+    ncclResult_t state = ncclSuccess;
+    ok(ncclCommGetAsyncError(comm_, &state), "ncclCommGetAsyncError");
+    ok(state, call);
+    if (std::chrono::duration<double>(Clock::now() - start).count() > timeout_s_)
+      lost(std::string(call) + " did not end within " + std::to_string(int(timeout_s_)) +
+           " s: a rank is gone, late, or made another call");
+  }
+  // Calls of a non-blocking communicator go on after they return; the next may only come when they are done.
+  void finish(ncclResult_t status, const char* call) const {
+    ok(status, call);
+    const auto start = Clock::now();
+    ncclResult_t state = ncclInProgress;
+    while (true) {
+      ok(ncclCommGetAsyncError(comm_, &state), "ncclCommGetAsyncError");
+      if (state != ncclInProgress) break;
+      watch(start, call);
+      std::this_thread::yield();
+    }
+    ok(state, call);
+  }
+
+  // Queues what issue() asks for after the work of the default stream, whose later work waits for it.
+  template <class Issue>
+  void queued(const char* call, Issue&& issue) {
+    cuda::Event ready;
+    ready.record(nullptr);
+    cuda::wait(stream_->get(), ready);
+    ok(ncclGroupStart(), "ncclGroupStart");
+    issue();
+    finish(ncclGroupEnd(), call);
+    cuda::Event done;
+    done.record(stream_->get());
+    Span& span = pending_.emplace_back();
+    span.before.record(nullptr);
+    cuda::wait(nullptr, done);
+    span.after.record(nullptr);
+  }
+
+  void do_all_gather(std::span<const Gather> pieces) override {
+    queued("all-gather", [&] {
+      for (const auto& p : pieces) ok(ncclAllGather(p.send, p.receive, std::size_t(p.bytes), ncclInt8, comm_, stream_->get()), "all-gather");
+    });
+  }
+  void do_reduce_scatter(std::span<const Scatter> pieces) override {
+    queued("reduce-scatter", [&] {
+      for (const auto& p : pieces)
+        ok(ncclReduceScatter(p.send, p.receive, std::size_t(p.count), type_of(p.dtype), ncclSum, comm_, stream_->get()), "reduce-scatter");
+    });
+  }
+  void do_all_reduce(Tensor v, Reduction reduction) override {
+    const ncclRedOp_t op = reduction == Reduction::sum ? ncclSum : reduction == Reduction::max ? ncclMax : ncclMin;
+    queued("all-reduce", [&] {
+      ok(ncclAllReduce(v.data, v.data, std::size_t(v.count()), type_of(v.dtype), op, comm_, stream_->get()), "all-reduce");
+    });
+  }
+  void do_all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive,
+                     std::span<const std::int64_t> receive_bytes) override {
+    queued("all-to-all", [&] {
+      std::int64_t from = 0, to = 0;
+      for (int r = 0; r < size(); ++r) {
+        const auto out = send_bytes[std::size_t(r)], in = receive_bytes[std::size_t(r)];
+        if (out > 0) ok(ncclSend(static_cast<const std::byte*>(send) + from, std::size_t(out), ncclInt8, r, comm_, stream_->get()), "send");
+        if (in > 0) ok(ncclRecv(static_cast<std::byte*>(receive) + to, std::size_t(in), ncclInt8, r, comm_, stream_->get()), "receive");
+        from += out;
+        to += in;
+      }
+    });
+  }
+  void do_broadcast(void* data, std::int64_t bytes, int root) override {
+    queued("broadcast", [&] { ok(ncclBroadcast(data, data, std::size_t(bytes), ncclInt8, root, comm_, stream_->get()), "broadcast"); });
+  }
+  void do_barrier() override {
+    settle();
+    host_->barrier();
+  }
+
+  std::unique_ptr<Communicator> host_;
+  std::shared_ptr<cuda::Stream> stream_;
+  double timeout_s_;
+  ncclComm_t comm_ = nullptr;
+  std::deque<Span> pending_;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> on_devices(std::unique_ptr<Communicator> host, double timeout_s) {
+  return Nccl::make(std::move(host), std::make_shared<cuda::Stream>(/*urgent=*/true), timeout_s);
+}
+
+}  // namespace moetrain::parallel

@@ -1,0 +1,144 @@
+// device_test.cpp -- a step on a GPU is the step on the CPU: losses, norms and loads of small models, and of the quickstart.
+#include <cmath>
+#include <filesystem>
+#include <numeric>
+
+#include "core/trainer.h"
+#include "io/yaml.h"
+#include "tests/support/catch.h"
+#include "tests/support/compare.h"
+#include "tests/support/on_device.h"
+#include "tests/support/tiny.h"
+
+using namespace moetrain;
+using namespace moetrain::test;
+
+namespace {
+
+struct Curve {
+  std::vector<double> losses, norms, balance, indexer;
+  std::vector<std::int64_t> expert_tokens;
+  double held_out = 0;
+};
+
+template <class NextBatches>
+Curve run(const core::Config& c, Device device, int steps, NextBatches&& next) {
+  core::Trainer t(c, parallel::solo(), device, /*poison=*/true);
+  t.initialize();
+  Curve curve;
+  for (int s = 0; s < steps; ++s) {
+    const std::vector<io::Batch> batches = next(t);
+    const auto r = t.step(batches);
+    curve.losses.push_back(r.loss);
+    curve.norms.push_back(r.grad_norm);
+    curve.balance.push_back(r.balance_loss.value_or(0));
+    curve.indexer.push_back(r.indexer_loss.value_or(0));
+    curve.expert_tokens.insert(curve.expert_tokens.end(), r.expert_tokens.begin(), r.expert_tokens.end());
+    if (s + 1 == steps) curve.held_out = t.evaluate(batches);
+  }
+  return curve;
+}
+
+Curve synthetic(const core::Config& c, Device device, int steps = 10) {
+  return run(c, device, steps, [](core::Trainer& t) { return synthetic_step(t); });
+}
+
+// Every expert and every key: what is selected cannot differ by a rounding.
+core::Config smooth(core::Config c) {
+  c.run.dtype = DType::f32;
+  c.optimizer.lr = 3e-3;
+  c.training.micro_batch_size = 2;
+  c.training.gradient_accumulation = 2;
+  c.model.num_experts_per_token = c.model.num_experts;
+  if (c.model.dsa) c.model.dsa->index_topk = c.data.sequence_length;
+  return c;
+}
+
+void check_follows(const Curve& cuda, const Curve& cpu, double bound) {
+  CHECK(difference(cuda.losses, cpu.losses, bound) == "");
+  CHECK(difference(cuda.norms, cpu.norms, 10 * bound) == "");
+  CHECK(difference({cuda.held_out}, {cpu.held_out}, bound) == "");
+}
+
+core::Config quickstart() {
+  std::vector<core::Fault> faults;
+  const auto job = io::read_yaml(std::string(MOETRAIN_SOURCE_DIR) + "/configs/quickstart.yaml");
+  core::Config c = core::read_config(job, {}, MOETRAIN_SOURCE_DIR "/configs", faults);
+  for (const auto& f : faults) FAIL(f.key << ": " << f.text);
+  c.training.micro_batch_size = c.sequences_per_step();
+  c.parallel = {};
+  return c;
+}
+
+Curve quickstart_on(Device device, DType dtype, int steps) {
+  core::Config c = quickstart();
+  c.run.dtype = dtype;
+  const io::BatchSource train({.paths = c.data.train,
+                               .format = c.data.format,
+                               .sequence_length = c.data.sequence_length,
+                               .packing = c.data.packing,
+                               .shuffle = c.data.shuffle,
+                               .seed = c.run.seed,
+                               .exclude = c.data.exclude,
+                               .vocab_size = c.model.vocab_size});
+  return run(c, device, steps, [&](core::Trainer& t) { return t.next_batches(train); });
+}
+
+}  // namespace
+
+TEST_CASE("ten f32 steps of a tiny model on CUDA have the losses of the CPU", "[core][cuda]") {
+  if (!cuda_device_here()) return;
+  struct Kind {
+    const char* name;
+    core::Config config;
+  };
+  core::Config dense_stage = smooth(tiny_config()), sequence = smooth(tiny_config()), sign = smooth(tiny_config()),
+               recompute = smooth(tiny_config());
+  dense_stage.loss.indexer_stage = core::IndexerStage::dense;
+  sequence.moe.balance = core::Balance::auxiliary;
+  sequence.moe.auxiliary_scope = core::AuxiliaryScope::sequence;
+  sequence.moe.z_loss = 1e-3;
+  sign.moe.balance = core::Balance::sign;
+  recompute.memory.activation_checkpointing = core::Checkpointing::full;
+  recompute.moe.balance = core::Balance::quantile;
+  for (const Kind& kind : {Kind{"sparse", smooth(tiny_config())}, Kind{"dense warm-up", dense_stage}, Kind{"auxiliary", sequence},
+                           Kind{"sign", sign}, Kind{"quantile, recomputed", recompute}, Kind{"linear", smooth(tiny_linear_config())}}) {
+    CAPTURE(kind.name);
+    const Curve cpu = synthetic(kind.config, Device::cpu), cuda = synthetic(kind.config, Device::cuda);
+    check_follows(cuda, cpu, 1e-4);
+    CHECK(cuda.expert_tokens == cpu.expert_tokens);
+    if (kind.config.model.dsa) CHECK(difference(cuda.indexer, cpu.indexer, 1e-3) == "");
+  }
+}
+
+TEST_CASE("bf16 on CUDA follows bf16 on the CPU in the mean", "[core][cuda]") {
+  if (!cuda_device_here()) return;
+  core::Config c = smooth(tiny_config());
+  c.run.dtype = DType::bf16;
+  const auto mean = [](const Curve& curve) { return std::accumulate(curve.losses.begin(), curve.losses.end(), 0.0) / double(curve.losses.size()); };
+  const double cpu = mean(synthetic(c, Device::cpu)), cuda = mean(synthetic(c, Device::cuda));
+  CHECK(std::abs(cuda - cpu) <= 2e-2 * cpu);
+}
+
+TEST_CASE("the same steps on CUDA give the same bits", "[core][cuda]") {
+  if (!cuda_device_here()) return;
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    core::Config c = smooth(tiny_config());
+    c.run.dtype = dtype;
+    c.model.num_experts_per_token = 2;
+    c.model.dsa->index_topk = 4;
+    const Curve first = synthetic(c, Device::cuda), again = synthetic(c, Device::cuda);
+    CHECK(first.losses == again.losses);
+    CHECK(first.norms == again.norms);
+    CHECK(first.expert_tokens == again.expert_tokens);
+  }
+}
+
+TEST_CASE("the quickstart in f32 on CUDA is that of the CPU: 1e-4 over ten steps, 1e-3 over twenty", "[core][cuda]") {
+  if (!cuda_device_here()) return;
+  if (!std::filesystem::exists("/usr/share/common-licenses")) return;  // another distribution
+  const Curve cpu = quickstart_on(Device::cpu, DType::f32, 20), cuda = quickstart_on(Device::cuda, DType::f32, 20);
+  const auto first = [](const std::vector<double>& v, std::size_t n) { return std::vector<double>(v.begin(), v.begin() + std::ptrdiff_t(n)); };
+  CHECK(difference(first(cuda.losses, 10), first(cpu.losses, 10), 1e-4) == "");
+  CHECK(difference(cuda.losses, cpu.losses, 1e-3) == "");
+}
