@@ -203,16 +203,17 @@ class Ranks(Failures):
     def test_a_failure_of_one_rank_alone_ends_all_with_one_line_that_names_it(self):
         large = ["--set", "model.hidden_size=2048", "--set", "model.vocab_size=16384"]  # half a gigabyte a rank
         command = [self.program, str(self.job(1000000)), *TWO, *large]
-        words = [*MPIRUN, "-n", "1", *command, ":", "-n", "1", "bash", "-c", f"ulimit -v 800000; exec {' '.join(command)}"]
-        start = time.monotonic()
-        result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
-        self.assertLess(time.monotonic() - start, 60)
-        self.assertEqual(result.returncode, 3, result.stdout + result.stderr)
-        told = [line for line in result.stderr.splitlines() if "rank 1: " in line and "out of host memory" in line]
-        self.assertEqual(len(told), 1, result.stderr)
-        self.assertNotIn("rank 0: ", result.stderr)
-        end = self.exit_json()
-        self.assertEqual((end["code"], end["rank"]), (3, 1))
+        for limit, step in ((800000, None), (1050000, 0)):  # KiB: short of the weights, where all ranks agree; short of a step, where none waits
+            words = [*MPIRUN, "-n", "1", *command, ":", "-n", "1", "bash", "-c", f"ulimit -v {limit}; exec {' '.join(command)}"]
+            start = time.monotonic()
+            result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+            self.assertLess(time.monotonic() - start, 60)
+            self.assertEqual(result.returncode, 3, result.stdout + result.stderr)
+            told = [line for line in result.stderr.splitlines() if "rank 1: " in line and "out of host memory" in line]
+            self.assertEqual(len(told), 1, result.stderr)
+            self.assertNotIn("rank 0: ", result.stderr)
+            end = self.exit_json()
+            self.assertEqual((end["code"], end["rank"], end["step"]), (3, 1, step))
 
     def test_steps_without_finite_gradients_end_with_6(self):
         job = self.job(50, extra="schedule: {name: constant}\n")
