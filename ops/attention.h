@@ -31,6 +31,11 @@ struct AttentionForward {
   Tensor probability;  // (T, W) real, mean over heads of what t gives to position (start of its document + column), W >= longest
                        // document, columns past t are 0; absent: not wanted
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  // On CUDA: begin and end of each row's document, (T, 2) i32.
+  Tensor take_scratch(Context& ctx) const {
+    if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
+    return ctx.scratch.take(DType::i32, {q.shape[0], 2});
+  }
   void check_shapes() const {
     check(q.shape.rank() == 3 && kv.shape.rank() == 3 && k_extra.shape.rank() == 2,
           "attention: q, kv, k_extra are not of rank 3, 3, 2",
@@ -69,6 +74,24 @@ struct AttentionBackward {
   Tensor dkv;       // (T, N, Hn + Hv)
   Tensor dk_extra;  // (T, He)
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  // On CUDA a block of keys takes a group of heads one after another and sums their dk_extra: few parts, yet blocks enough.
+  std::int64_t heads_a_group() const {
+    constexpr std::int64_t kKeys = 128, kBlocks = 2048;
+    return std::clamp((q.shape[0] + kKeys - 1) / kKeys * q.shape[1] / kBlocks, std::int64_t(1), q.shape[1]);
+  }
+  struct Scratch {
+    Tensor documents;    // (T, 2) i32, begin and end of each row's document
+    Tensor lse, delta;   // (N, T rounded up to a block) f32
+    Tensor extra_parts;  // (groups of heads, T, He) f32
+  };
+  Scratch take_scratch(Context& ctx) const {
+    if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
+    constexpr std::int64_t kRows = 128;
+    const std::int64_t T = q.shape[0], N = q.shape[1], columns = (T + kRows - 1) / kRows * kRows, heads = heads_a_group();
+    const auto take = [&](Shape shape) { return ctx.scratch.take(DType::f32, shape); };
+    return {ctx.scratch.take(DType::i32, {T, 2}), take({N, columns}), take({N, columns}),
+            take({(N + heads - 1) / heads, T, k_extra.shape[1]})};
+  }
   void check_shapes() const {
     check(q.shape.rank() == 3 && kv.shape.rank() == 3 && k_extra.shape.rank() == 2,
           "attention: q, kv, k_extra are not of rank 3, 3, 2",
@@ -98,12 +121,16 @@ namespace cpu {
 void attention(Context&, const AttentionForward&);
 void attention(Context&, const AttentionBackward&);
 }  // namespace cpu
+namespace cuda {
+void attention(Context&, const AttentionForward&);
+void attention(Context&, const AttentionBackward&);
+}  // namespace cuda
 
 inline void attention(Context& ctx, const AttentionForward& a) {
-  dispatch(ctx, "attention forward", a, [&] { cpu::attention(ctx, a); });
+  dispatch(ctx, "attention forward", a, [&] { cpu::attention(ctx, a); }, [&] { if constexpr (kHasCuda) cuda::attention(ctx, a); });
 }
 inline void attention(Context& ctx, const AttentionBackward& a) {
-  dispatch(ctx, "attention backward", a, [&] { cpu::attention(ctx, a); });
+  dispatch(ctx, "attention backward", a, [&] { cpu::attention(ctx, a); }, [&] { if constexpr (kHasCuda) cuda::attention(ctx, a); });
 }
 
 }  // namespace moetrain::ops

@@ -10,6 +10,7 @@
 
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/on_device.h"
 #include "tests/support/slope.h"
 #include "tests/support/tensors.h"
 
@@ -78,7 +79,59 @@ struct Problem {
                                                            .dkv = dkv,
                                                            .dk_extra = dk_extra});
   }
+  // The outputs that CUDA gives, backward from the forward's of its own, or from those of `given`.
+  Problem on_cuda(Bench& bench, bool with_probability = true, const Problem* given = nullptr) const {
+    DeviceBench d;
+    Problem there = *this, out = *this;
+    there.q = d.copy(q), there.kv = d.copy(kv), there.k_extra = d.copy(k_extra), there.dout = d.copy(dout);
+    for (Tensor Problem::*t : {&Problem::o, &Problem::lse, &Problem::probability, &Problem::dq, &Problem::dkv, &Problem::dk_extra})
+      there.*t = d.empty((this->*t).dtype, (this->*t).shape);
+    const auto documents = d.documents(starts);
+    ops::attention(d.context(), ops::AttentionForward{.q = there.q,
+                                                      .kv = there.kv,
+                                                      .k_extra = there.k_extra,
+                                                      .scale = scale,
+                                                      .documents = documents,
+                                                      .o = there.o,
+                                                      .lse = there.lse,
+                                                      .probability = with_probability ? there.probability : Tensor{}});
+    ops::attention(d.context(), ops::AttentionBackward{.do_ = there.dout,
+                                                       .q = there.q,
+                                                       .kv = there.kv,
+                                                       .k_extra = there.k_extra,
+                                                       .o = given ? d.copy(given->o) : there.o,
+                                                       .lse = given ? d.copy(given->lse) : there.lse,
+                                                       .scale = scale,
+                                                       .documents = documents,
+                                                       .dq = there.dq,
+                                                       .dkv = there.dkv,
+                                                       .dk_extra = there.dk_extra});
+    for (Tensor Problem::*t : {&Problem::o, &Problem::lse, &Problem::probability, &Problem::dq, &Problem::dkv, &Problem::dk_extra})
+      out.*t = d.to_host(bench, there.*t);
+    CHECK(d.guards_hold());
+    return out;
+  }
 };
+
+// Outputs against those of f64 on the same inputs.
+void check_close(const Problem& got, const Problem& want, double stored, bool with_probability = true) {
+  const double meant = got.T == std::int64_t(got.starts.size()) - 1 ? stored : 0;  // positions alone in their documents: no gradient by scores
+  CHECK(difference(got.o, want.o, stored) == "");
+  CHECK(difference(got.lse, want.lse, 1e-5) == "");
+  if (with_probability) CHECK(difference(got.probability, want.probability, 1e-4) == "");
+  CHECK(difference(got.dq, want.dq, stored, meant) == "");
+  CHECK(difference(got.dkv, want.dkv, stored) == "");
+  if (got.He > 0) CHECK(difference(got.dk_extra, want.dk_extra, stored, meant) == "");
+}
+// What f64 gives on the CPU for the same inputs; backward's o and lse are those of `given`, so that its rounding is not compared.
+Problem in_f64(Bench& bench, const Problem& p, const Problem& given) {
+  Problem want = p.as(bench, DType::f64);
+  want.forward(bench);
+  Problem backward = want;
+  backward.o = bench.as(DType::f64, given.o), backward.lse = bench.as(DType::f64, given.lse);
+  backward.backward(bench);
+  return want;
+}
 
 TEST_CASE("attention of two positions weighs them as worked by hand", "[ops][cpu]") {
   Bench bench;
@@ -277,6 +330,98 @@ TEST_CASE("attention takes zero rows and refuses what does not fit", "[ops][cpu]
   CHECK_THROWS_AS(p.forward(bench), Error);
   p.dkv = bench.zeros(f64, {5, 2, 4});
   CHECK_THROWS_AS(p.backward(bench), Error);
+}
+
+struct Shape3 {
+  std::int64_t N, Hn, He, Hv;
+};
+
+TEST_CASE("attention on CUDA is within rounding of the f64 reference", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  const auto type = GENERATE(DType::f32, DType::bf16);
+  const auto heads = GENERATE(Shape3{1, 1, 0, 1}, Shape3{3, 17, 5, 11}, Shape3{2, 64, 64, 64}, Shape3{2, 128, 64, 128},
+                              Shape3{1, 256, 64, 256});
+  const auto starts = GENERATE(Starts{0, 1}, Starts{0, 1, 2, 3}, Starts{0, 129}, Starts{0, 3, 3, 4, 200, 331, 332});
+  CAPTURE(name_of(type), heads.N, heads.Hn, heads.He, heads.Hv, starts.back());
+  Bench bench(81);
+  Problem p(bench, type, heads.N, heads.Hn, heads.He, heads.Hv, starts);
+  p.scale = 0.7 / std::sqrt(double(heads.Hn + heads.He));
+  const Problem got = p.on_cuda(bench);
+  check_close(got, in_f64(bench, p, got), type == DType::bf16 ? 1e-2 : 1e-4);
+}
+
+TEST_CASE("attention on CUDA is right over many blocks of long and short documents", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  const auto type = GENERATE(DType::f32, DType::bf16);
+  const auto starts = GENERATE(Starts{0, 1500}, Starts{0, 128, 256, 257, 700, 763, 1024, 1407});
+  CAPTURE(name_of(type), starts.size());
+  Bench bench(91);
+  Problem p(bench, type, 3, 128, 64, 128, starts);
+  p.scale = 1 / std::sqrt(192.0);
+  const Problem got = p.on_cuda(bench);
+  check_close(got, in_f64(bench, p, got), type == DType::bf16 ? 1e-2 : 1e-4);
+}
+
+TEST_CASE("attention on CUDA stays finite where scores are far beyond the range of exp", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  const auto type = GENERATE(DType::f32, DType::bf16);
+  Bench bench(61);
+  Problem p(bench, type, 2, 128, 64, 128, {0, 40, 300});
+  p.scale = 30;
+  const Problem got = p.on_cuda(bench);
+  CHECK(difference(got.o, in_f64(bench, p, got).o, 2e-2) == "");
+  for (const auto& t : {got.dq, got.dkv, got.dk_extra})
+    for (const double v : values_of(t)) CHECK(std::isfinite(v));
+}
+
+TEST_CASE("attention on CUDA gives the same bits in 20 runs", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  const auto type = GENERATE(DType::f32, DType::bf16);
+  const auto heads = GENERATE(Shape3{5, 40, 24, 56}, Shape3{5, 128, 64, 128});
+  Bench bench(101);
+  const Problem p(bench, type, heads.N, heads.Hn, heads.He, heads.Hv, {0, 90, 1201});
+  const Problem first = p.on_cuda(bench);
+  const auto same = [](ConstTensor a, ConstTensor b) { return std::memcmp(a.data, b.data, std::size_t(a.bytes())) == 0; };
+  for (int run = 0; run < 20; ++run) {
+    CAPTURE(name_of(type), heads.Hn, run);
+    const Problem again = p.on_cuda(bench);
+    CHECK((same(again.o, first.o) && same(again.lse, first.lse) && same(again.probability, first.probability)));
+    CHECK((same(again.dq, first.dq) && same(again.dkv, first.dkv) && same(again.dk_extra, first.dk_extra)));
+  }
+}
+
+TEST_CASE("attention on CUDA keeps a document's bits when another one and later positions change", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  const auto heads = GENERATE(Shape3{2, 16, 8, 8}, Shape3{2, 128, 64, 128});
+  Bench bench(111);
+  const Problem p(bench, DType::bf16, heads.N, heads.Hn, heads.He, heads.Hv, {0, 90, 170, 400});
+  Problem changed = p.as(bench, DType::bf16);
+  for (const auto t : {std::int64_t(3), std::int64_t(350)}) {
+    Bench::set(changed.q, t * p.q.shape.row(), 9);
+    Bench::set(changed.kv, t * p.kv.shape.row() + 1, -9);
+    Bench::set(changed.kv, t * p.kv.shape.row() + p.Hn, -9);
+    Bench::set(changed.k_extra, t * p.He, 9);
+  }
+  const Problem before = p.on_cuda(bench), after = changed.on_cuda(bench);
+  const auto same = [](ConstTensor a, ConstTensor b) { return std::memcmp(a.data, b.data, std::size_t(a.bytes())) == 0; };
+  CHECK(!same(after.o.rows(0, 90), before.o.rows(0, 90)));
+  CHECK(!same(after.o.rows(170, 400), before.o.rows(170, 400)));
+  for (const auto& [a, b] : {std::pair{after.o, before.o},
+                             {after.lse, before.lse},
+                             {after.probability, before.probability},
+                             {after.dq, before.dq},
+                             {after.dkv, before.dkv},
+                             {after.dk_extra, before.dk_extra}})
+    CHECK(same(a.rows(90, 170), b.rows(90, 170)));
+  CHECK(same(after.o.rows(170, 350), before.o.rows(170, 350)));
+}
+
+TEST_CASE("attention on CUDA takes zero rows, and gives the same without probability", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  Bench bench(121);
+  Problem(bench, DType::bf16, 2, 128, 64, 128, {0}).on_cuda(bench);
+  const Problem p(bench, DType::bf16, 2, 128, 64, 128, {0, 150});
+  CHECK(difference(p.on_cuda(bench, false).o, p.on_cuda(bench).o, 1e-14) == "");
 }
 
 }  // namespace

@@ -1,0 +1,32 @@
+// attention.cuh -- what the kernels for any head widths and those of wgmma share: where a row's document lies, and the statistics
+// that backward reads.
+#pragma once
+#include "ops/attention.h"
+#include "ops/cuda/launch.cuh"
+#include "ops/cuda/rows.cuh"
+
+namespace moetrain::ops::cuda {
+
+inline constexpr float kLog2E = 1.44269504088896341F;
+
+// A block of rows, of queries or of keys, meets columns of the other. Row r sees the columns [low, high): a query the keys of its
+// document up to itself, a key the queries of its document from itself on.
+struct Seen {
+  int low, high;
+};
+template <bool kRowsAreKeys>
+__device__ Seen columns_of(const int2* __restrict__ documents, std::int64_t row, std::int64_t T) {
+  if (row >= T) return {0, 0};
+  return kRowsAreKeys ? Seen{int(row), documents[row].y} : Seen{documents[row].x, int(row) + 1};
+}
+
+// Fills (T, 2) i32 with begin and end of each row's document.
+void find_documents(Context& ctx, const Documents& documents, Tensor of_rows);
+
+// Fills lse (N, columns) with log2 of a row's sum, and delta (N, columns) with o.do; the columns past T so that they weigh nothing.
+void row_statistics(Context& ctx, const AttentionBackward& a, Tensor lse, Tensor delta);
+
+// dk_extra = the sum of parts (groups, T, He) in their order.
+void sum_extra_parts(Context& ctx, ConstTensor parts, Tensor dk_extra);
+
+}  // namespace moetrain::ops::cuda
