@@ -171,6 +171,7 @@ TEST_CASE("f32 gives the losses of one f64 rank within 1e-4 where nothing is sel
   core::Config smooth = base;
   smooth.model.num_experts_per_token = smooth.model.num_experts;
   smooth.model.dsa->index_topk = smooth.data.sequence_length;
+  smooth.optimizer.lr = 1e-3;  // at 3e-3 some texts and machines carry the rounding of f32 to 4e-4 in ten steps, at 1e-3 to 6e-6
   const Curve apart = one(smooth), f32 = four(smooth, DType::f32);
   CHECK(difference(f32.losses, apart.losses, 1e-4) == "");
   CHECK(f32.expert_tokens == apart.expert_tokens);
