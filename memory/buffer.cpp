@@ -15,9 +15,13 @@ const char* name_of(Category c) {
 }
 
 void Memory::add(Category c, std::int64_t bytes) {
+  std::int64_t sum = 0;
+  if (__builtin_add_overflow(total_, bytes, &sum)) [[unlikely]]
+    throw Error("more memory than can be counted: " + std::to_string(bytes) + " bytes asked for " + name_of(c) + ", " +
+                std::to_string(total_) + " bytes held");
+  total_ = sum;
   auto& now = now_[std::size_t(c)];
   now += bytes;
-  total_ += bytes;
   peaks_[std::size_t(c)] = std::max(peaks_[std::size_t(c)], now);
   if (total_ > peak_) {
     peak_ = total_;

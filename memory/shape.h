@@ -1,5 +1,6 @@
 // shape.h -- the sizes of a dense row-major tensor of at most four dims.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <initializer_list>
@@ -12,6 +13,7 @@ namespace moetrain {
 class Shape {
  public:
   static constexpr int kMaxRank = 4;
+  static constexpr std::int64_t kMostElements = std::int64_t(1) << 59;  // so that bytes, rounded up, fit 63 bits
   Shape() = default;
   Shape(std::initializer_list<std::int64_t> dims) {
     check(dims.size() <= kMaxRank, "shape: more than four dims");
@@ -19,6 +21,7 @@ class Shape {
       check(d >= 0, "shape: negative dim", {{"dim", d}});
       dims_[std::size_t(rank_++)] = d;
     }
+    check_count();
   }
   int rank() const { return rank_; }
   std::int64_t operator[](int i) const { return dims_[std::size_t(i)]; }
@@ -36,6 +39,7 @@ class Shape {
   Shape with_dim0(std::int64_t rows) const {
     Shape s = *this;
     s.dims_[0] = rows;
+    s.check_count();
     return s;
   }
   bool operator==(const Shape& o) const = default;
@@ -46,6 +50,12 @@ class Shape {
   }
 
  private:
+  void check_count() const {  // here, once a shape, so that no product of dims has to be checked again
+    std::int64_t n = 1;
+    for (int i = 0; i < rank_; ++i)
+      if (__builtin_mul_overflow(n, std::max<std::int64_t>(dims_[std::size_t(i)], 1), &n) || n > kMostElements) [[unlikely]]
+        throw Error("a tensor of " + text() + " elements is larger than bytes can be counted");
+  }
   std::array<std::int64_t, kMaxRank> dims_{};
   int rank_ = 0;
 };

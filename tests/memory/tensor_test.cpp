@@ -1,6 +1,7 @@
 // tensor_test.cpp -- views: sizes, rows of the same storage, and the refusals that keep a wrong index from memory.
 #include "memory/tensor.h"
 
+#include "memory/buffer.h"
 #include "tests/support/catch.h"
 
 namespace moetrain {
@@ -54,6 +55,29 @@ TEST_CASE("a failed check names its place, its cause and its numbers", "[memory]
   }
   CHECK(what.find("memory/tensor_test.cpp:") == 0);
   CHECK(what.find("three is not four (three=3, four=4)") != what.npos);
+}
+
+TEST_CASE("a shape with more elements than bytes can be counted is refused with its dims", "[memory][cpu]") {
+  const std::int64_t half = std::int64_t(1) << 32, rest = std::int64_t(1) << 27;
+  CHECK(Shape{half, rest}.count() == half * rest);
+  CHECK_THROWS_AS((Shape{half, rest, 2}), Error);
+  CHECK_THROWS_AS((Shape{half, half, half}), Error);  // 2^96: a product that wraps to 0
+  CHECK_THROWS_AS((Shape{1, rest}.with_dim0(2 * half)), Error);
+  CHECK_THROWS_AS((Shape{half, half, half, 0}), Error);  // a row of it could not be counted either
+  try {
+    const Shape wrong{half, half};
+  } catch (const Error& e) {
+    CHECK(std::string(e.what()).find("[4294967296, 4294967296]") != std::string::npos);
+  }
+}
+
+TEST_CASE("an account of more bytes than can be counted is refused and stays as it was", "[memory][cpu]") {
+  Memory dry(Device::dry);
+  const std::int64_t most = std::int64_t(1) << 62;
+  dry.add(Category::weights, most);
+  CHECK_THROWS_AS(dry.add(Category::gradients, most), Error);
+  CHECK(dry.total() == most);
+  CHECK(dry.now(Category::gradients) == 0);
 }
 
 }  // namespace
