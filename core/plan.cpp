@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <map>
-#include <memory>
 
 #include "core/trainer.h"
 
@@ -55,31 +54,72 @@ double attention_core(const Config& c, bool sparse) {
   return 2 * double(m.num_attention_heads) * (scores + values) * keys_per_query(S, sparse ? m.dsa->index_topk : S);
 }
 
-// What distinguishes a rank: the rows it holds of every parameter, and the rows of tokens its experts are given.
-std::vector<std::int64_t> kind_of(const Config& c, const ParamTable& table, int rank) {
-  parallel::Mesh mesh(c.parallel.mesh(), parallel::dry(rank, c.parallel.mesh().ranks()));
-  const Layout layout = make_layout(c, table, mesh);
-  std::vector<std::int64_t> kind;
-  for (const parallel::Unit& unit : layout.units)
-    for (const int i : unit.tensors)
-      kind.push_back(parallel::shard_of(layout.tensors[std::size_t(i)].shape[0], unit.group->rank(), unit.group->size()).count());
-  if (const std::int64_t E = c.model.num_experts; E > 0) {
-    // Balanced routing gives the slots that E does not divide to the first experts, one each.
-    const std::int64_t slots = c.training.micro_batch_size * c.data.sequence_length * c.model.num_experts_per_token;
-    const std::int64_t local = E / mesh.shape().expert;
-    kind.push_back(std::clamp<std::int64_t>(slots % E - mesh.here().expert * local, 0, local));
+// What distinguishes a rank: the rows it holds of every parameter, and the rows of tokens its experts are given. Both follow from
+// its place along the mesh's axes, where they change at a few places only: between those, ranks are alike.
+class Kinds {
+ public:
+  using Kind = std::array<std::int64_t, 3>;
+  Kinds(const Config& c, const ParamTable& table) : shape_(c.parallel.mesh()) {
+    parallel::Mesh mesh(shape_, parallel::dry(0, shape_.ranks()));
+    for (const Layout layout = make_layout(c, table, mesh); const parallel::Unit& unit : layout.units) {
+      if (unit.sharding == parallel::Sharding::none) continue;
+      auto& changes = unit.group == mesh.expert_data().data.get() ? of_experts_ : of_dense_;
+      for (const int i : unit.tensors) {
+        const std::int64_t rows = layout.tensors[std::size_t(i)].shape[0];
+        const std::int64_t full = std::max<std::int64_t>(1, parallel::shard_rows(rows, unit.group->size()));
+        changes.insert(changes.end(), {rows / full, (rows + full - 1) / full});  // a rank with fewer rows, ranks without any
+      }
+    }
+    for (auto* changes : {&of_dense_, &of_experts_}) {
+      std::sort(changes->begin(), changes->end());
+      changes->erase(std::unique(changes->begin(), changes->end()), changes->end());
+    }
+    if (const std::int64_t E = c.model.num_experts; E > 0) {
+      local_experts_ = E / shape_.expert;
+      uneven_slots_ = c.training.micro_batch_size * c.data.sequence_length * c.model.num_experts_per_token % E;
+    }
   }
-  return kind;
+  Kind of(int rank) const {
+    const auto at = parallel::coordinates_of(shape_, rank);
+    const auto part = [](const std::vector<std::int64_t>& changes, std::int64_t place) {
+      return std::upper_bound(changes.begin(), changes.end(), place) - changes.begin();
+    };
+    const std::int64_t dense = (std::int64_t(at.data) * shape_.expert + at.expert) * shape_.sequence + at.sequence;
+    const std::int64_t experts = (std::int64_t(at.data) * shape_.sequence + at.sequence) * shape_.tensor + at.tensor;
+    // Balanced routing gives the slots that E does not divide to the first experts, one each.
+    return {part(of_dense_, dense), part(of_experts_, experts),
+            std::clamp<std::int64_t>(uneven_slots_ - at.expert * local_experts_, 0, local_experts_)};
+  }
+
+ private:
+  parallel::MeshShape shape_;
+  std::vector<std::int64_t> of_dense_, of_experts_;  // places along a group where the rows of some tensor change
+  std::int64_t local_experts_ = 0, uneven_slots_ = 0;
+};
+
+// a * b of what the job asks for, or one clear Error.
+std::int64_t product(const char* of, std::int64_t a, std::int64_t b) {
+  std::int64_t n = 0;
+  if (__builtin_mul_overflow(a, b, &n))
+    throw Error("plan: " + std::string(of) + " are more than can be counted: " + std::to_string(a) + " x " + std::to_string(b));
+  return n;
 }
 
-std::vector<io::Batch> full_batches(const Config& c) {
-  const std::int64_t S = c.data.sequence_length, B = c.training.micro_batch_size;
+std::int64_t tokens_of_step(const Config& c) {
+  const auto& t = c.training;
+  std::int64_t tokens = c.data.sequence_length;
+  for (const std::int64_t factor : {t.micro_batch_size, t.gradient_accumulation, std::int64_t(c.parallel.data_parallel),
+                                    std::int64_t(c.parallel.expert_parallel)})
+    tokens = product("tokens of a step", tokens, factor);
+  return tokens;
+}
+
+// Sizes alone: a dry run looks at no token.
+io::Batch full_batch(const Config& c) {
   io::Batch b;
-  b.tokens.assign(std::size_t(B * S), 0);
-  b.labels.assign(std::size_t(B * S), 0);
-  for (std::int64_t n = 0; n <= B; ++n) b.sequences.push_back(n * S);
+  for (std::int64_t n = 0; n <= c.training.micro_batch_size; ++n) b.sequences.push_back(n * c.data.sequence_length);
   b.documents = b.sequences;
-  return std::vector<io::Batch>(std::size_t(c.training.gradient_accumulation), b);
+  return b;
 }
 
 struct DryStep {
@@ -87,16 +127,32 @@ struct DryStep {
   parallel::Traffic traffic;
 };
 
-DryStep run_dry(const Config& c, int rank, std::span<const io::Batch> batches) {
+// The second micro-batch of a step may differ from the first (gradients and gathered weights are there already), but each later
+// one finds and leaves what the second did. So two stand for all of them: the peaks are theirs, and each adds the second's traffic.
+DryStep run_dry(const Config& c, int rank) {
   Trainer trainer(c, parallel::dry(rank, c.parallel.mesh().ranks()), Device::dry);
-  const parallel::Traffic before = trainer.mesh().traffic();
-  trainer.step(batches);
-  const parallel::Traffic after = trainer.mesh().traffic();
+  std::vector<io::Batch> batches{full_batch(c)};
+  const auto traffic_of_step = [&] {
+    const parallel::Traffic before = trainer.mesh().traffic();
+    trainer.step(batches);
+    parallel::Traffic t = trainer.mesh().traffic();
+    t.bytes_gathered -= before.bytes_gathered;
+    t.bytes_exchanged -= before.bytes_exchanged;
+    return t;
+  };
   DryStep d;
+  d.traffic = traffic_of_step();
+  if (const std::int64_t micro_batches = c.training.gradient_accumulation; micro_batches > 1) {
+    batches.push_back(batches[0]);
+    const parallel::Traffic two = traffic_of_step();
+    const auto with_all = [&](std::int64_t& one, std::int64_t both) {
+      one += product("bytes moved in a step", both - one, micro_batches - 1);
+    };
+    with_all(d.traffic.bytes_gathered, two.bytes_gathered);
+    with_all(d.traffic.bytes_exchanged, two.bytes_exchanged);
+  }
   d.plan.device_bytes = trainer.memory().peaks();
   d.plan.device_total = trainer.memory().peak();
-  d.traffic.bytes_gathered = after.bytes_gathered - before.bytes_gathered;
-  d.traffic.bytes_exchanged = after.bytes_exchanged - before.bytes_exchanged;
   return d;
 }
 
@@ -107,12 +163,16 @@ bool alike(const RankPlan& a, const RankPlan& b) {
 }  // namespace
 
 ParameterCounts count_parameters(const Config& config) {
+  constexpr std::int64_t kMostParameters = std::int64_t(1) << 56;  // weights, gradients and moments are 18 bytes of each
   Declared d(config.model);
   d.table.freeze_all_but(config.training.trainable);
   ParameterCounts n;
   std::int64_t read_only_as_rows = 0;
   for (const Param& p : d.table.all()) {
     const std::int64_t count = p.shape.count();
+    if (count > kMostParameters - n.total)
+      throw Error("the model has more parameters than bytes can be counted: " + std::to_string(n.total) + " and then " + p.name +
+                  " " + p.shape.text() + " are more than " + std::to_string(kMostParameters));
     n.total += count;
     if (p.unit == UnitKind::experts) n.routed_experts += count;
     if (p.trainable) n.trainable += count;
@@ -157,28 +217,30 @@ StepFlops step_flops(const Config& config, std::int64_t tokens) {
 Plan make_plan(const Config& config) {
   Plan plan;
   plan.parameters = count_parameters(config);
-  plan.tokens = config.sequences_per_step() * config.data.sequence_length;
+  plan.tokens = tokens_of_step(config);
   plan.flops = step_flops(config, plan.tokens);
   const Declared declared(config.model);
-  const auto batches = full_batches(config);
-  std::map<std::vector<std::int64_t>, RankPlan> kinds;
+  const Kinds kinds(config, declared.table);
+  std::map<Kinds::Kind, std::size_t> planned;  // which of plan.ranks
   for (int rank = 0; rank < config.parallel.mesh().ranks(); ++rank) {
-    const auto [it, fresh] = kinds.try_emplace(kind_of(config, declared.table, rank));
-    if (fresh) {
-      const DryStep d = run_dry(config, rank, batches);
-      it->second = d.plan;
-      if (rank == 0) {
-        plan.bytes_gathered = d.traffic.bytes_gathered;
-        plan.bytes_exchanged = d.traffic.bytes_exchanged;
-      }
+    const auto [it, fresh] = planned.try_emplace(kinds.of(rank), plan.ranks.size());
+    if (!fresh) {
+      ++plan.ranks[it->second].count;
+      continue;
     }
-    const auto same = std::find_if(plan.ranks.begin(), plan.ranks.end(), [&](const RankPlan& r) { return alike(r, it->second); });
+    DryStep d = run_dry(config, rank);
+    if (rank == 0) {
+      plan.bytes_gathered = d.traffic.bytes_gathered;
+      plan.bytes_exchanged = d.traffic.bytes_exchanged;
+    }
+    const auto same = std::find_if(plan.ranks.begin(), plan.ranks.end(), [&](const RankPlan& r) { return alike(r, d.plan); });
+    it->second = std::size_t(same - plan.ranks.begin());
     if (same != plan.ranks.end()) {
       ++same->count;
       continue;
     }
-    plan.ranks.push_back(it->second);
-    plan.ranks.back().rank = rank;
+    d.plan.rank = rank;
+    plan.ranks.push_back(d.plan);
   }
   return plan;
 }

@@ -40,7 +40,9 @@ struct Plan {
   std::int64_t tokens = 0;            // of the global batch
   std::int64_t bytes_gathered = 0, bytes_exchanged = 0;  // a step, of rank 0
 };
-// One step run on Device::dry for each rank: balanced routing, full sequences. There is no second book of sizes.
+// One step run on Device::dry for each kind of rank: balanced routing, full sequences. There is no second book of sizes. Scratch
+// that CPU kernels take for every thread is counted for as many threads as this process has (OMP_NUM_THREADS). An Error where
+// tokens, parameters or bytes are too many to count.
 Plan make_plan(const Config& config);
 
 }  // namespace moetrain::core

@@ -1,6 +1,10 @@
 // plan_test.cpp -- what a plan says is what the public models have, what a hand counts, and what a real step takes.
 #include "core/plan.h"
 
+#include <algorithm>
+#include <chrono>
+#include <limits>
+
 #include "tests/support/catch.h"
 #include "tests/support/tiny.h"
 
@@ -183,12 +187,11 @@ TEST_CASE("experts over ranks exchange what balanced routing sends", "[core]") {
   CHECK(plan.bytes_exchanged == 4 * (4 * 48 * 13 * 8 + 6 * 8));
 }
 
-TEST_CASE("a plan holds what a real step takes", "[core]") {
-  Config c = test::tiny_config();
-  c.model.num_experts = 0;  // balanced routing is the plan's own
-  c.model.first_k_dense_replace = 0;
-  c.run.dtype = GENERATE(DType::f64, DType::bf16);
+TEST_CASE("a plan holds what a real step takes, to the byte and in every category", "[core]") {
+  Config c = GENERATE(test::tiny_config(), test::tiny_linear_config());
+  c.run.dtype = GENERATE(DType::f64, DType::f32, DType::bf16);
   c.memory.activation_checkpointing = GENERATE(Checkpointing::none, Checkpointing::full);
+  c.moe.balance = Balance::sign;
   c.training.gradient_accumulation = 2;
   const Plan plan = make_plan(c);
   REQUIRE(plan.ranks.size() == 1);
@@ -197,16 +200,112 @@ TEST_CASE("a plan holds what a real step takes", "[core]") {
   real.initialize();
   const std::vector<io::Batch> batches(2, full_sequence(c));
   real.step(batches);
-  const auto taken = real.memory().peaks();
-  for (const Category k : {Category::weights, Category::gradients, Category::optimizer, Category::activations, Category::cache,
-                           Category::loss, Category::communication}) {
-    INFO(name_of(k));
-    CHECK(bytes(plan.ranks[0], k) == taken[std::size_t(k)]);
+  for (int k = 0; k < kCategories; ++k) {
+    INFO(name_of(Category(k)));
+    CHECK(plan.ranks[0].device_bytes[std::size_t(k)] == real.memory().peaks()[std::size_t(k)]);
   }
-  CHECK(bytes(plan.ranks[0], Category::activations) > 0);
-  CHECK(bytes(plan.ranks[0], Category::loss) > 0);
-  CHECK(bytes(plan.ranks[0], Category::workspace) <=
-        taken[std::size_t(Category::workspace)]);  // ops' own small temporaries come on top
+  CHECK(plan.ranks[0].device_total == real.memory().peak());
+  for (const Category k : {Category::activations, Category::loss, Category::workspace}) CHECK(bytes(plan.ranks[0], k) > 0);
+}
+
+TEST_CASE("ranks of a plan are those that a dry step of each tells apart", "[core]") {
+  Config c = test::tiny_config();
+  c.parallel.data_parallel = 5;
+  c.parallel.expert_parallel = GENERATE(1, 2, 4);
+  c.parallel.expert_sharding = GENERATE(true, false);
+  c.training.micro_batch_size = 3;
+  c.data.sequence_length = 9;  // 54 slots to 8 experts
+  std::vector<RankPlan> found;
+  const int ranks = c.parallel.mesh().ranks();
+  for (int r = 0; r < ranks; ++r) {
+    Trainer one(c, parallel::dry(r, ranks), Device::dry);
+    const std::vector<io::Batch> batches(1, {{}, {}, {0, 9, 18, 27}, {0, 9, 18, 27}});
+    one.step(batches);
+    const auto same = std::find_if(found.begin(), found.end(), [&](const RankPlan& p) {
+      return p.device_bytes == one.memory().peaks() && p.device_total == one.memory().peak();
+    });
+    if (same == found.end())
+      found.push_back({.rank = r, .count = 1, .device_bytes = one.memory().peaks(), .device_total = one.memory().peak()});
+    else
+      ++same->count;
+  }
+  REQUIRE(found.size() > 1);
+  const Plan plan = make_plan(c);
+  REQUIRE(plan.ranks.size() == found.size());
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    CHECK(plan.ranks[i].rank == found[i].rank);
+    CHECK(plan.ranks[i].count == found[i].count);
+    CHECK(plan.ranks[i].device_bytes == found[i].device_bytes);
+  }
+}
+
+TEST_CASE("any number of micro-batches is planned from two", "[core]") {
+  Config c = test::tiny_config();
+  c.parallel.data_parallel = 2;
+  c.parallel.expert_parallel = 2;
+  c.parallel.sharding = GENERATE(parallel::Sharding::full, parallel::Sharding::gradients, parallel::Sharding::optimizer);
+  c.parallel.reshard_after_use = GENERATE(true, false);
+  c.training.gradient_accumulation = 5;
+  const Plan plan = make_plan(c);
+  Trainer all(c, parallel::dry(0, 4), Device::dry);
+  const parallel::Traffic before = all.mesh().traffic();
+  all.step(std::vector<io::Batch>(5, {{}, {}, {0, 32}, {0, 32}}));
+  CHECK(plan.bytes_gathered == all.mesh().traffic().bytes_gathered - before.bytes_gathered);
+  CHECK(plan.bytes_exchanged == all.mesh().traffic().bytes_exchanged - before.bytes_exchanged);
+  CHECK(plan.ranks[0].device_bytes == all.memory().peaks());
+  CHECK(plan.ranks[0].device_total == all.memory().peak());
+
+  c.training.gradient_accumulation = 2'000'000'000;
+  const Plan most = make_plan(c);
+  CHECK(most.tokens == std::int64_t(4) * 2'000'000'000 * 32);
+  CHECK(most.ranks[0].device_bytes == plan.ranks[0].device_bytes);
+}
+
+TEST_CASE("a million ranks and the longest sequence are planned from a few dry steps", "[core]") {
+  Config c = test::tiny_linear_config();
+  c.parallel.data_parallel = 1 << 17;
+  c.parallel.expert_parallel = 8;
+  c.data.sequence_length = std::numeric_limits<std::int32_t>::max();
+  const auto start = std::chrono::steady_clock::now();
+  const Plan plan = make_plan(c);
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(30));  // a layout a rank would take days
+  int ranks = 0;
+  for (const RankPlan& r : plan.ranks) ranks += r.count;
+  CHECK(ranks == 1 << 20);
+  CHECK(plan.ranks[0].device_total > 8 * c.data.sequence_length * c.model.hidden_size);
+}
+
+TEST_CASE("what is too large to count is one Error with its numbers", "[core]") {
+  const auto message = [](const Config& c) {
+    try {
+      make_plan(c);
+    } catch (const Error& e) {
+      return std::string(e.what());
+    }
+    return std::string("planned");
+  };
+  constexpr std::int64_t kLargest = std::numeric_limits<std::int32_t>::max();
+  Config c = test::tiny_config();
+  SECTION("elements of a parameter") {
+    c.model.vocab_size = c.model.hidden_size = kLargest;
+    CHECK(message(c).find("2147483647, 2147483647") != std::string::npos);
+  }
+  SECTION("parameters of the model") {
+    c.model.vocab_size = std::int64_t(1) << 30;
+    c.model.hidden_size = std::int64_t(1) << 27;
+    CHECK(message(c).find("more parameters than bytes can be counted") != std::string::npos);
+    CHECK(message(c).find("[1073741824, 134217728]") != std::string::npos);
+  }
+  SECTION("activations") {
+    c.model.dsa.reset();
+    c.data.sequence_length = c.model.hidden_size = kLargest;
+    CHECK(message(c).find("2147483647, 2147483647") != std::string::npos);
+  }
+  SECTION("tokens of a step") {
+    c.data.sequence_length = c.training.gradient_accumulation = kLargest;
+    c.parallel.data_parallel = 1 << 15;
+    CHECK(message(c).find("tokens of a step") != std::string::npos);
+  }
 }
 
 }  // namespace moetrain::core
