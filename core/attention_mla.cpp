@@ -84,12 +84,16 @@ AttentionMla::IndexInputs AttentionMla::index_inputs(Pass& pass, ConstTensor x, 
   return in;
 }
 
-// The loss and, since nothing downstream changes it, its gradient in the same pass.
+// The loss and, since nothing downstream changes it, its gradient in the same pass: in the one whose results backward finds.
 void AttentionMla::index_loss(Pass& pass, const IndexInputs& in, ConstTensor probability, ConstTensor indices, Kept& k) const {
   Scope scope(pass.ctx.scratch);
-  k.dqi = pass.keep(in.q.shape);
-  k.dki = pass.keep(in.k.shape);
-  k.dwi = pass.keep_real(in.weights.shape);
+  const bool for_backward =
+      pass.mode == PassMode::recompute || pass.config.memory.activation_checkpointing == Checkpointing::none;
+  if (for_backward) {
+    k.dqi = pass.keep(in.q.shape);
+    k.dki = pass.keep(in.k.shape);
+    k.dwi = pass.keep_real(in.weights.shape);
+  }
   const Tensor unsummed = pass.ctx.scratch.zeros(pass.real(), {1});
   ops::indexer_loss(pass.ctx, ops::IndexerLoss{.q = in.q,
                                                .k = in.k,
