@@ -243,6 +243,7 @@ class Mpi final : public Communicator {
         const std::int64_t share = aligned((length + size() - 1) / size());
         stage(share * size(), share * size());
         std::memcpy(send_.data(), data, std::size_t(length));
+        std::memset(at(send_.data(), length), 0, std::size_t(share * size() - length));  // summed too: old bytes might overflow
         exchange_staged(share);
         reduce_parts(values.dtype, reduction, send_.data(), receive_.data(), share, size(), share);
         gather_staged(share);
