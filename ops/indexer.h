@@ -15,8 +15,11 @@
 // loss adds, the plain sum over rows without gradient_scale; dq, dk, dweights are written, for a loss scaled by gradient_scale.
 // The target is a constant and nothing flows past q, k, weights. A row of one key adds 0 to the loss (its caller counts it).
 // Nothing may alias. Scores, softmax and sums are real; dq and dk are rounded once. The scores of all pairs are never stored at
-// once. Repeatable on the CPU, and for any number of threads the same bits.
+// once. Repeatable, and on the CPU for any number of threads the same
+// bits.
 #pragma once
+#include <algorithm>
+#include <bit>
 #include <limits>
 
 #include "ops/context.h"
@@ -31,6 +34,20 @@ struct IndexerSelect {
   Documents documents;
   Tensor indices;  // (T, K) i32, by score descending, ties to the later position, then -1
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  struct Scratch {
+    Tensor scores;  // (rows, longest document): query rows whose scores are held at once
+    Tensor spill;   // (rows, n): what is sorted of them, where it does not fit a block
+  };
+  Scratch take_scratch(Context& ctx) const {  // of the CUDA backend
+    if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
+    constexpr std::int64_t kBytes = std::int64_t(64) << 20, kFitsABlock = 16384;
+    const std::int64_t longest = documents.longest(), most = std::min(indices.shape[1], longest);
+    const std::int64_t spilled = most > kFitsABlock ? std::int64_t(std::bit_ceil(std::uint64_t(most))) : 0;
+    const std::int64_t rows = std::clamp<std::int64_t>(kBytes / (4 * std::max<std::int64_t>(longest, 1) + 8 * spilled), 1,
+                                                       std::max<std::int64_t>(q.shape[0], 1));
+    return {ctx.scratch.take(DType::f32, {rows, longest}),
+            spilled > 0 ? ctx.scratch.take(DType::i64, {rows, spilled}) : Tensor{}};
+  }
   void check_shapes() const {
     check(q.shape.rank() == 3 && indices.shape.rank() == 2, "indexer_select: q, indices are not of rank 3, 2",
           {{"q", q.shape.rank()}, {"indices", indices.shape.rank()}});
@@ -63,6 +80,24 @@ struct IndexerLoss {
   Tensor dk;              // (T, H)
   Tensor dweights;        // (T, J) real, gradient of the scaled weights
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  struct Scratch {
+    Tensor row_loss;  // (T)
+    Tensor scores;    // (blocks, W)
+    Tensor u;         // (rows, J, W): query rows whose products are held at once
+    Tensor slots;     // (T, rows)
+    Tensor dk;        // (T, H)
+  };
+  Scratch take_scratch(Context& ctx) const {  // of the CUDA backend
+    if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
+    constexpr std::int64_t kBytes = std::int64_t(256) << 20, kBlocks = 528;  // four blocks a multiprocessor of an H200
+    const std::int64_t T = q.shape[0], J = q.shape[1], H = q.shape[2], W = target.shape[1], f32 = 4, i32 = 4;
+    const std::int64_t rows =
+        std::clamp<std::int64_t>(kBytes / std::max<std::int64_t>(J * W * f32 + T * i32, 1), 1, std::max<std::int64_t>(T, 1));
+    const std::int64_t keys = dq.present() ? T : 0;
+    return {ctx.scratch.take(DType::f32, {T}), ctx.scratch.take(DType::f32, {std::min(rows, kBlocks), W}),
+            ctx.scratch.take(DType::f32, {rows, J, W}), ctx.scratch.take(DType::i32, {keys, rows}),
+            ctx.scratch.take(DType::f32, {keys, H})};
+  }
   void check_shapes() const {
     check(q.shape.rank() == 3 && target.shape.rank() == 2, "indexer_loss: q, target are not of rank 3, 2",
           {{"q", q.shape.rank()}, {"target", target.shape.rank()}});
@@ -102,12 +137,20 @@ namespace cpu {
 void indexer_select(Context&, const IndexerSelect&);
 void indexer_loss(Context&, const IndexerLoss&);
 }  // namespace cpu
+namespace cuda {
+void indexer_select(Context&, const IndexerSelect&);
+void indexer_loss(Context&, const IndexerLoss&);
+}  // namespace cuda
 
 inline void indexer_select(Context& ctx, const IndexerSelect& a) {
-  dispatch(ctx, "indexer_select forward", a, [&] { cpu::indexer_select(ctx, a); });
+  dispatch(
+      ctx, "indexer_select forward", a, [&] { cpu::indexer_select(ctx, a); },
+      [&] { if constexpr (kHasCuda) cuda::indexer_select(ctx, a); });
 }
 inline void indexer_loss(Context& ctx, const IndexerLoss& a) {
-  dispatch(ctx, "indexer_loss forward", a, [&] { cpu::indexer_loss(ctx, a); });
+  dispatch(
+      ctx, "indexer_loss forward", a, [&] { cpu::indexer_loss(ctx, a); },
+      [&] { if constexpr (kHasCuda) cuda::indexer_loss(ctx, a); });
 }
 
 }  // namespace moetrain::ops

@@ -14,8 +14,9 @@
 // is causal and inside the document: nothing else masks. A row without any position gives o_latent = 0, lse = -inf, probability = 0
 // and no gradient. Outputs are written (of dq the last He columns, the rest is left alone), nothing adds, nothing may alias.
 // Scores, softmax and sums are real, dlatent and dk_extra are summed over queries before they are rounded. No gradient goes through
-// probability. Repeatable on the CPU, and for any number of threads the same bits.
+// probability. Repeatable, and on the CPU for any number of threads the same bits.
 #pragma once
+#include <algorithm>
 #include <limits>
 
 #include "ops/context.h"
@@ -33,6 +34,11 @@ struct SparseAttentionForward {
   Tensor lse;          // (T, N) real; kept for backward
   Tensor probability;  // (T, K) real, mean over heads, 0 at empty slots; absent: not wanted
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  Tensor take_scratch(Context& ctx) const {  // of the CUDA backend: the scores of some heads of each block's query
+    if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
+    constexpr std::int64_t kBlocks = 528, kHeads = 8;  // four blocks a multiprocessor of an H200
+    return ctx.scratch.take(DType::f32, {std::min(q.shape[0], kBlocks), kHeads, indices.shape[1]});
+  }
   void check_shapes() const {
     check(q_latent.shape.rank() == 3 && q.shape.rank() == 3 && k_extra.shape.rank() == 2 && indices.shape.rank() == 2,
           "sparse_attention: q_latent, q, k_extra, indices are not of rank 3, 3, 2, 2",
@@ -82,6 +88,20 @@ struct SparseAttentionBackward {
   Tensor dlatent;    // (T, C)
   Tensor dk_extra;   // (T, He)
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  struct Scratch {
+    Tensor p, dz;  // (rows, N, K): query rows whose probabilities and their gradients are held at once
+    Tensor slots;  // (T, rows)
+    Tensor sums;   // (T, C + He)
+  };
+  Scratch take_scratch(Context& ctx) const {  // of the CUDA backend
+    if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
+    constexpr std::int64_t kBytes = std::int64_t(256) << 20, f32 = 4, i32 = 4;
+    const std::int64_t T = q.shape[0], N = q.shape[1], K = indices.shape[1], width = latent.shape[1] + k_extra.shape[1];
+    const std::int64_t rows =
+        std::clamp<std::int64_t>(kBytes / std::max<std::int64_t>(2 * N * K * f32 + T * i32, 1), 1, std::max<std::int64_t>(T, 1));
+    return {ctx.scratch.take(DType::f32, {rows, N, K}), ctx.scratch.take(DType::f32, {rows, N, K}),
+            ctx.scratch.take(DType::i32, {T, rows}), ctx.scratch.take(DType::f32, {T, width})};
+  }
   void check_shapes() const {
     check(q_latent.shape.rank() == 3 && q.shape.rank() == 3 && k_extra.shape.rank() == 2 && indices.shape.rank() == 2,
           "sparse_attention: q_latent, q, k_extra, indices are not of rank 3, 3, 2, 2",
@@ -131,12 +151,20 @@ namespace cpu {
 void sparse_attention(Context&, const SparseAttentionForward&);
 void sparse_attention(Context&, const SparseAttentionBackward&);
 }  // namespace cpu
+namespace cuda {
+void sparse_attention(Context&, const SparseAttentionForward&);
+void sparse_attention(Context&, const SparseAttentionBackward&);
+}  // namespace cuda
 
 inline void sparse_attention(Context& ctx, const SparseAttentionForward& a) {
-  dispatch(ctx, "sparse_attention forward", a, [&] { cpu::sparse_attention(ctx, a); });
+  dispatch(
+      ctx, "sparse_attention forward", a, [&] { cpu::sparse_attention(ctx, a); },
+      [&] { if constexpr (kHasCuda) cuda::sparse_attention(ctx, a); });
 }
 inline void sparse_attention(Context& ctx, const SparseAttentionBackward& a) {
-  dispatch(ctx, "sparse_attention backward", a, [&] { cpu::sparse_attention(ctx, a); });
+  dispatch(
+      ctx, "sparse_attention backward", a, [&] { cpu::sparse_attention(ctx, a); },
+      [&] { if constexpr (kHasCuda) cuda::sparse_attention(ctx, a); });
 }
 
 }  // namespace moetrain::ops

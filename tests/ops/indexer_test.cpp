@@ -11,6 +11,7 @@
 
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/on_device.h"
 #include "tests/support/slope.h"
 #include "tests/support/tensors.h"
 
@@ -115,6 +116,135 @@ TEST_CASE("indexer selection ranks a score that is not a number last", "[ops][cp
   CHECK(values_of(select(bench, q, k, weights, {0, 3}, 3).rows(1, 3)) == std::vector<double>{0, 1, -1, 2, 0, 1});
 }
 
+Tensor select_on_cuda(Bench& bench, ConstTensor q, ConstTensor k, ConstTensor weights, const Starts& starts, std::int64_t K) {
+  DeviceBench d;
+  const auto indices = d.empty(DType::i32, {q.shape[0], K});
+  ops::indexer_select(d.context(), ops::IndexerSelect{.q = d.copy(q),
+                                                      .k = d.copy(k),
+                                                      .weights = d.copy(weights),
+                                                      .documents = d.documents(starts),
+                                                      .indices = indices});
+  CHECK(d.guards_hold());
+  return d.to_host(bench, indices);
+}
+
+// Small whole numbers are exact in every type and every order of sums, and tie often.
+Tensor whole(Bench& bench, DType type, Shape shape) {
+  const auto x = bench.uniform(type, shape, -2, 3);
+  for (std::int64_t i = 0; i < x.count(); ++i) Bench::set(x, i, std::floor(Bench::get(x, i)));
+  return x;
+}
+
+TEST_CASE("indexer selection on CUDA equals a plain stable sort where scores are whole numbers", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  const auto type = GENERATE(DType::f32, DType::bf16);
+  for (const auto& [J, H] : {std::pair<std::int64_t, std::int64_t>{3, 5}, {32, 128}, {37, 40}})
+    for (const Starts& starts : {Starts{0, 1}, Starts{0, 1, 3, 70, 275}}) {
+      Bench bench(std::uint64_t(J + starts.back()));
+      const std::int64_t T = starts.back();
+      const auto q = whole(bench, type, {T, J, H}), k = whole(bench, type, {T, H}), weights = whole(bench, DType::f32, {T, J});
+      constexpr std::int64_t kAll = 300;
+      const auto all = sorted(q, k, weights, starts, kAll);
+      for (const std::int64_t K : {std::int64_t(1), std::int64_t(8), std::int64_t(130), kAll}) {
+        CAPTURE(name_of(type), J, H, T, K);
+        std::vector<double> want;
+        for (std::int64_t i = 0; i < T * kAll; ++i)
+          if (i % kAll < K) want.push_back(all[std::size_t(i)]);
+        const bool equal = values_of(select_on_cuda(bench, q, k, weights, starts, K)) == want;
+        CHECK(equal);
+      }
+    }
+}
+
+// A long row in which every score is known: one head of width one, q = weight = 1.
+TEST_CASE("indexer selection on CUDA of a long row of known scores is that of a sort", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  const std::int64_t T = 40000;
+  const auto kind = GENERATE(0, 1, 2, 3);
+  Bench bench(17);
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const auto uniform = bench.uniform(DType::f32, {T, 1}, 0.5, 0.5001);  // all of one sign and power of two
+  const auto k = kind == 0   ? bench.uniform(DType::f32, {T, 1}, 0, 1)
+                 : kind == 1 ? uniform
+                 : kind == 2 ? bench.filled(DType::f32, {T, 1}, [](std::int64_t s) { return double(s % 7 == 0); })
+                             : bench.filled(DType::f32, {T, 1}, [&](std::int64_t s) { return s % 3 == 0 ? nan : double(s % 1000); });
+  const auto ones = bench.filled(DType::f32, {T, 1, 1}, [](auto) { return 1; });
+  const auto value = [&](std::int64_t s) {
+    const double x = Bench::get(k, s);
+    return std::isnan(x) ? -std::numeric_limits<double>::infinity() : x;
+  };
+  for (const std::int64_t K : {std::int64_t(2048), std::int64_t(20000)}) {  // the second sorts more than a block's memory holds
+    CAPTURE(kind, K);
+    DeviceBench d;
+    const Starts starts{0, T};
+    // the last rows only: their query sees all keys
+    const auto indices = d.empty(DType::i32, {T, K});
+    ops::indexer_select(d.context(), ops::IndexerSelect{.q = d.copy(ones),
+                                                        .k = d.copy(k),
+                                                        .weights = d.copy(ones.reshape({T, 1})),
+                                                        .documents = d.documents(starts),
+                                                        .indices = indices});
+    for (const std::int64_t t : {T - 1, T / 2, K - 2}) {
+      std::vector<std::int32_t> order(static_cast<std::size_t>(t + 1));
+      std::iota(order.begin(), order.end(), 0);
+      std::sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
+        return value(a) > value(b) || (value(a) == value(b) && a > b);
+      });
+      order.resize(std::size_t(K), -1);
+      const auto row = d.to_host(bench, indices.rows(t, t + 1));
+      CHECK(std::memcmp(row.data, order.data(), std::size_t(4 * K)) == 0);
+    }
+    CHECK(d.guards_hold());
+  }
+}
+
+// Sums in f32 round, so that neighbours may change places: what is taken may not score less than what is left by more than that.
+TEST_CASE("indexer selection on CUDA takes the best scores in their order, up to rounding", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  const auto type = GENERATE(DType::f32, DType::bf16);
+  const Starts starts{0, 30, 430};
+  const std::int64_t T = starts.back(), J = 32, H = 128, K = 100;
+  Bench bench(19);
+  const auto q = bench.normal(type, {T, J, H}), k = bench.normal(type, {T, H}), weights = bench.normal(DType::f32, {T, J}, 1 / 64.0);
+  const auto got = select_on_cuda(bench, q, k, weights, starts, K);
+  CHECK(same(select_on_cuda(bench, q, k, weights, starts, K), got));
+  const double rounding = 2e-4;  // scores are of size 1
+  std::int64_t wrong = 0;
+  for (std::int64_t t = 0; t < T; t += 3) {
+    const std::int64_t first = t < 30 ? 0 : 30, n = t - first + 1;
+    std::vector<double> scores, chosen;
+    for (std::int64_t s = first; s <= t; ++s) scores.push_back(score(q, k, weights, t, s));
+    std::vector<bool> seen(std::size_t(n), false);
+    for (std::int64_t i = 0; i < K; ++i) {
+      const auto s = std::int64_t(Bench::get(got, t * K + i)) - first;
+      if (i >= n) {
+        wrong += Bench::get(got, t * K + i) != -1;
+        continue;
+      }
+      if (s < 0 || s >= n || seen[std::size_t(s)]) {
+        ++wrong;
+        continue;
+      }
+      seen[std::size_t(s)] = true;
+      chosen.push_back(scores[std::size_t(s)]);
+    }
+    std::sort(scores.rbegin(), scores.rend());
+    for (std::size_t i = 0; i < chosen.size(); ++i) wrong += !(std::abs(chosen[i] - scores[i]) <= rounding);
+  }
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("indexer selection on CUDA of a document is that of the document alone", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  Bench bench(21);
+  const auto q = bench.normal(DType::bf16, {300, 32, 128}), k = bench.normal(DType::bf16, {300, 128}),
+             weights = bench.normal(DType::f32, {300, 32});
+  const auto packed = select_on_cuda(bench, q, k, weights, {0, 77, 300}, 64);
+  auto alone = values_of(select_on_cuda(bench, q.rows(77, 300), k.rows(77, 300), weights.rows(77, 300), {0, 223}, 64));
+  for (auto& i : alone) i += i < 0 ? 0 : 77;
+  CHECK(values_of(packed.rows(77, 300)) == alone);
+}
+
 // Inputs, the loss and the gradients of one call.
 struct Problem {
   std::int64_t T, J, H;
@@ -164,6 +294,20 @@ struct Problem {
     Bench::set(loss, 0, 0);
     ops::indexer_loss(bench.context(), arguments(gradients));
     return Bench::get(loss, 0);
+  }
+  double on_cuda(Bench& bench, bool gradients = true) {  // the results in this problem's outputs
+    DeviceBench d;
+    Problem p = *this;
+    for (Tensor* t : {&p.q, &p.k, &p.weights, &p.target, &p.indices})
+      if (t->present()) *t = d.copy(*t);
+    p.loss = d.copy(bench.of(DType::f32, {1}, {3}));  // adds
+    for (Tensor* t : {&p.dq, &p.dk, &p.dweights}) *t = d.empty(t->dtype, t->shape);
+    auto args = p.arguments(gradients);
+    args.documents = d.documents(starts);
+    ops::indexer_loss(d.context(), args);
+    if (gradients) dq = d.to_host(bench, p.dq), dk = d.to_host(bench, p.dk), dweights = d.to_host(bench, p.dweights);
+    CHECK(d.guards_hold());
+    return Bench::get(d.to_host(bench, p.loss), 0) - 3;
   }
   ops::IndexerLoss arguments(bool gradients) const {
     return {.q = q,
@@ -355,6 +499,51 @@ TEST_CASE("indexer takes zero rows and refuses what does not fit", "[ops][cpu]")
   CHECK_THROWS_AS(select(bench, p.q, bench.zeros(f64, {5, 2}), p.weights, p.starts, 2), Error);
   CHECK_THROWS_AS(select(bench, p.q, p.k, bench.zeros(DType::f32, {5, 2}), p.starts, 2), Error);
   CHECK_THROWS_AS(select(bench, p.q, p.k, p.weights, p.starts, 0), Error);
+}
+
+TEST_CASE("indexer loss on CUDA is within rounding of the f64 reference, in both stages", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  const auto type = GENERATE(DType::f32, DType::bf16);
+  const auto sparse = GENERATE(false, true);
+  for (const auto& [J, H] : {std::pair<std::int64_t, std::int64_t>{5, 11}, {32, 128}, {64, 128}, {40, 128}}) {
+    CAPTURE(name_of(type), sparse, J, H);
+    Bench bench(23);
+    Problem got(bench, type, J, H, {0, 3, 104, 305});
+    for (std::int64_t i = 0; i < got.weights.count(); ++i)  // scores of size 1
+      Bench::set(got.weights, i, Bench::get(got.weights, i) / std::sqrt(double(J * H)));
+    got.gradient_scale = 0.7;
+    got.dense_target(bench, 203);
+    if (sparse) got.list_all(bench, 205);
+    const Problem want = got.as(bench, DType::f64);
+    Problem alone = got;
+    const double loss = got.on_cuda(bench);
+    CHECK(difference({loss}, {want.run(bench)}, 1e-4) == "");
+    CHECK(alone.on_cuda(bench, false) == loss);
+    CHECK(difference(got.dq, want.dq, type == DType::bf16 ? 1e-2 : 1e-4) == "");
+    CHECK(difference(got.dk, want.dk, type == DType::bf16 ? 1e-2 : 1e-4) == "");
+    CHECK(difference(got.dweights, want.dweights, 2e-4) == "");
+  }
+}
+
+TEST_CASE("indexer loss on CUDA gives the same bits in 20 runs, and takes zero rows", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  const auto sparse = GENERATE(false, true);
+  Bench bench(29);
+  Problem none(bench, DType::bf16, 32, 128, {0});
+  none.dense_target(bench, 0);
+  CHECK(none.on_cuda(bench) == 0);
+  for (const auto type : {DType::f32, DType::bf16}) {
+    Problem first(bench, type, 32, 128, {0, 9, 700});
+    first.dense_target(bench, 700);
+    if (sparse) first.list_all(bench, 701);
+    const double loss = first.on_cuda(bench);
+    for (int run = 0; run < 20; ++run) {
+      Bench again_bench;
+      Problem again = first;
+      CHECK(again.on_cuda(again_bench) == loss);
+      CHECK((same(again.dq, first.dq) && same(again.dk, first.dk) && same(again.dweights, first.dweights)));
+    }
+  }
 }
 
 }  // namespace

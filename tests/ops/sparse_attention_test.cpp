@@ -13,6 +13,7 @@
 #include "ops/head_linear.h"
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/on_device.h"
 #include "tests/support/slope.h"
 #include "tests/support/tensors.h"
 
@@ -74,8 +75,10 @@ struct Problem {
     p.outputs(bench, type);
     return p;
   }
-  void forward(Bench& bench, bool with_probability = true) const {
-    ops::sparse_attention(bench.context(), ops::SparseAttentionForward{.q_latent = q_latent,
+  void forward(Bench& bench, bool with_probability = true) const { run_forward(bench.context(), with_probability); }
+  void backward(Bench& bench) const { run_backward(bench.context()); }
+  void run_forward(ops::Context& ctx, bool with_probability) const {
+    ops::sparse_attention(ctx, ops::SparseAttentionForward{.q_latent = q_latent,
                                                                        .q = q,
                                                                        .latent = latent,
                                                                        .k_extra = k_extra,
@@ -85,8 +88,8 @@ struct Problem {
                                                                        .lse = lse,
                                                                        .probability = with_probability ? probability : Tensor{}});
   }
-  void backward(Bench& bench) const {
-    ops::sparse_attention(bench.context(), ops::SparseAttentionBackward{.do_latent = dout,
+  void run_backward(ops::Context& ctx) const {
+    ops::sparse_attention(ctx, ops::SparseAttentionBackward{.do_latent = dout,
                                                                         .q_latent = q_latent,
                                                                         .q = q,
                                                                         .latent = latent,
@@ -99,6 +102,22 @@ struct Problem {
                                                                         .dq = dq,
                                                                         .dlatent = dlatent,
                                                                         .dk_extra = dk_extra});
+  }
+  // Forward and backward on the CUDA device; the results in this problem's outputs. lse and o of backward are those of forward.
+  void on_cuda(Bench& bench, bool with_probability = true) {
+    DeviceBench d;
+    Problem p = *this;
+    for (Tensor* t : {&p.q_latent, &p.q, &p.latent, &p.k_extra, &p.dout, &p.indices}) *t = d.copy(*t);
+    for (Tensor* t : {&p.o, &p.lse, &p.probability, &p.dq_latent, &p.dq, &p.dlatent, &p.dk_extra}) *t = d.empty(t->dtype, t->shape);
+    p.run_in(d.context(), with_probability);
+    o = d.to_host(bench, p.o), lse = d.to_host(bench, p.lse), probability = d.to_host(bench, p.probability);
+    dq_latent = d.to_host(bench, p.dq_latent), dq = d.to_host(bench, p.dq);
+    dlatent = d.to_host(bench, p.dlatent), dk_extra = d.to_host(bench, p.dk_extra);
+    CHECK(d.guards_hold());
+  }
+  void run_in(ops::Context& ctx, bool with_probability) const {
+    run_forward(ctx, with_probability);
+    run_backward(ctx);
   }
   // dq with the columns that nothing writes, and that have no slope, as zeros; false where such a column was written
   std::pair<Tensor, bool> whole_dq(Bench& bench) const {
@@ -375,6 +394,110 @@ TEST_CASE("sparse attention takes zero rows and refuses what does not fit", "[op
   refused([&](Problem& b) { b.indices = bench.zeros(DType::i64, {5, 4}); });
   refused([&](Problem& b) { b.indices = bench.filled(DType::i32, {5, 4}, [](std::int64_t i) { return i == 19 ? 5 : 0; }); });
   refused([&](Problem& b) { b.indices = bench.filled(DType::i32, {5, 4}, [](std::int64_t i) { return i == 0 ? -2 : 0; }); });
+}
+
+struct DeviceCase {
+  DType type;
+  std::int64_t N, C, He, K, taken;
+  Starts starts;
+};
+
+// Widths for the kernels of any width, then those of the model: heads under, at and over a tile, slots that end inside one, rows that
+// fill theirs, and more rows than one block takes.
+const std::initializer_list<DeviceCase> kDeviceCases = {
+    {DType::f32, 1, 1, 0, 1, 1, {0, 1}},
+    {DType::f32, 3, 19, 5, 33, 29, {0, 100, 301}},
+    {DType::bf16, 3, 19, 5, 33, 29, {0, 100, 301}},
+    {DType::f32, 17, 512, 64, 65, 60, {0, 1, 90}},
+    {DType::bf16, 9, 130, 0, 300, 260, {0, 40, 311}},
+    {DType::bf16, 64, 512, 64, 200, 190, {0, 7, 210}},
+    {DType::bf16, 5, 512, 64, 67, 67, {0, 80}},
+    {DType::bf16, 96, 512, 64, 128, 128, {0, 130}},
+    {DType::bf16, 16, 512, 64, 2048, 700, {0, 720}},
+    {DType::bf16, 64, 512, 64, 64, 1, {0, 1}},
+    {DType::bf16, 2, 512, 64, 40, 30, {0, 500, 1500}},
+};
+
+TEST_CASE("sparse attention on CUDA is within rounding of the f64 reference", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  for (const DeviceCase& c : kDeviceCases) {
+    CAPTURE(name_of(c.type), c.N, c.C, c.He, c.K, c.starts.back());
+    Bench bench(73);
+    Problem got(bench, c.type, c.N, c.C, c.He, scattered(bench, c.starts, c.K, c.taken, 9));
+    got.scale = 1 / std::sqrt(double(c.C + c.He));
+    Problem want = got.as(bench, DType::f64);
+    got.on_cuda(bench);
+    want.forward(bench);
+    const bool narrow = c.type == DType::bf16;
+    const double stored = narrow ? 1e-2 : 5e-5, meant = c.taken == 1 ? stored : 0;  // one key: gradients of scores nearly cancel
+    CHECK(difference(got.o, want.o, stored) == "");
+    CHECK(difference(got.lse, want.lse, 2e-5) == "");
+    CHECK(difference(got.probability, want.probability, narrow ? 2e-4 : 5e-5) == "");
+    want.o = bench.as(DType::f64, got.o), want.lse = bench.as(DType::f64, got.lse);  // inputs of backward: the same, as rounded
+    want.backward(bench);
+    const auto [dq, untouched] = got.whole_dq(bench);
+    CHECK(untouched);
+    CHECK(difference(got.dq_latent, want.dq_latent, stored, meant) == "");
+    CHECK(difference(got.dlatent, want.dlatent, stored) == "");
+    if (c.He > 0) {
+      CHECK(difference(dq, want.whole_dq(bench).first, stored, meant) == "");
+      CHECK(difference(got.dk_extra, want.dk_extra, stored, meant) == "");
+    }
+    Problem without = got;
+    without.outputs(bench, c.type);
+    without.on_cuda(bench, false);
+    CHECK(same(without.o, got.o));
+    CHECK(same(without.lse, got.lse));
+  }
+}
+
+TEST_CASE("sparse attention on CUDA of rows without a position is zero, and nobody's key gets no gradient", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  for (const auto& [type, N, C, He] : {std::tuple{DType::f32, std::int64_t(3), std::int64_t(7), std::int64_t(2)},
+                                       std::tuple{DType::bf16, std::int64_t(20), std::int64_t(512), std::int64_t(64)}}) {
+    CAPTURE(name_of(type));
+    Bench bench(83);
+    const std::int64_t T = 40, K = 70;
+    const auto indices = scattered(bench, {0, T}, K, 9, 5);
+    for (std::int64_t i = 0; i < T * K; ++i)
+      if (i / K % 3 == 1 || Bench::get(indices, i) == 4) Bench::set(indices, i, -1);
+    Problem p(bench, type, N, C, He, indices);
+    p.scale = 0.1;
+    p.on_cuda(bench);
+    for (std::int64_t t = 1; t < T; t += 3) {
+      for (const double v : values_of(p.o.rows(t, t + 1))) CHECK(v == 0);
+      for (const double v : values_of(p.lse.rows(t, t + 1))) CHECK(v == -std::numeric_limits<double>::infinity());
+      for (const double v : values_of(p.probability.rows(t, t + 1))) CHECK(v == 0);
+      for (const double v : values_of(p.dq_latent.rows(t, t + 1))) CHECK(v == 0);
+    }
+    for (const Tensor& g : {p.dlatent, p.dk_extra}) {
+      for (const double v : values_of(g)) CHECK(std::isfinite(v));
+      for (const double v : values_of(g.rows(4, 5))) CHECK(v == 0);
+      for (const double v : values_of(g.rows(0, 1))) CHECK(v != 0);
+    }
+  }
+}
+
+TEST_CASE("sparse attention on CUDA takes zero rows, and gives the same bits in 20 runs", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  Bench bench(93);
+  for (const auto type : {DType::f32, DType::bf16}) Problem(bench, type, 64, 512, 64, bench.empty(DType::i32, {0, 40})).on_cuda(bench);
+  for (const DeviceCase& c : {DeviceCase{DType::f32, 3, 19, 5, 33, 29, {0, 100, 301}},
+                              DeviceCase{DType::bf16, 64, 512, 64, 150, 140, {0, 600, 1100}}}) {
+    CAPTURE(name_of(c.type));
+    Problem first(bench, c.type, c.N, c.C, c.He, scattered(bench, c.starts, c.K, c.taken, 9));
+    first.scale = 1 / std::sqrt(double(c.C + c.He));
+    first.on_cuda(bench);
+    for (int run = 0; run < 20; ++run) {
+      Bench again_bench;
+      Problem again = first;
+      again.on_cuda(again_bench);
+      CAPTURE(run);
+      CHECK((same(again.o, first.o) && same(again.lse, first.lse) && same(again.probability, first.probability)));
+      CHECK((same(again.dq_latent, first.dq_latent) && same(again.dlatent, first.dlatent)));
+      CHECK((same(again.dq, first.dq) && same(again.dk_extra, first.dk_extra)));
+    }
+  }
 }
 
 }  // namespace
