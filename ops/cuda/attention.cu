@@ -1,6 +1,7 @@
 // attention.cu -- attention for heads of any widths in f32 (plain FFMA) and bf16 (mma.sync): tiles of 64 rows by 64 columns, a
-// chunk of 64 of the width at a time, outputs gathered in shared memory.
+// chunk of 64 of the width at a time, outputs gathered in shared memory. What tensor cores like best is in attention_wgmma.cu.
 #include "ops/cuda/attention.cuh"
+#include "ops/cuda/instructions.cuh"
 
 namespace moetrain::ops {
 namespace {
@@ -62,25 +63,6 @@ __device__ void stage(X (*tile)[Tiles<X>::kRow], const X* from, std::int64_t row
     }
     store<kPack>(&tile[r][c], v);
   }
-}
-
-__device__ void load_matrices(unsigned (&r)[4], const __nv_bfloat16* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(unsigned(__cvta_generic_to_shared(row)))
-               : "memory");
-}
-__device__ void load_matrices_transposed(unsigned (&r)[4], const __nv_bfloat16* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(unsigned(__cvta_generic_to_shared(row)))
-               : "memory");
-}
-__device__ void multiply_matrices(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // c += a b^T with b (columns, k); or c += a b with b (k, columns)
@@ -398,8 +380,11 @@ void forward(Context& ctx, const AttentionForward& a, ConstTensor documents) {
   const std::int64_t T = a.q.shape[0], N = a.q.shape[1], Hv = a.o.shape[2];
   const auto p = problem<S>(a, documents);
   float* const lse = a.lse.as<float>();
-  launch(ctx, attention_forward_kernel<X>, {dim3(blocks(T, kTile), unsigned(N)), kThreads, shared_bytes<X>(chunks(int(Hv)))}, p,
-         Part<X>{device_pointer<S>(a.o), Hv, N * Hv, int(Hv)}, lse);
+  if (wgmma_takes(a))
+    attention_wgmma(ctx, a, documents);
+  else
+    launch(ctx, attention_forward_kernel<X>, {dim3(blocks(T, kTile), unsigned(N)), kThreads, shared_bytes<X>(chunks(int(Hv)))}, p,
+           Part<X>{device_pointer<S>(a.o), Hv, N * Hv, int(Hv)}, lse);
   if (!a.probability.present()) return;
   cuda_ok(cudaMemsetAsync(a.probability.data, 0, std::size_t(a.probability.bytes()), ctx.stream));
   launch(ctx, attention_probability_kernel<X>, {dim3(blocks(T, kTile), blocks(a.documents.longest(), kTile) + 1), kThreads, shared_bytes<X>(0)}, p, lse,

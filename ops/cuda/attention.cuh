@@ -29,4 +29,8 @@ void row_statistics(Context& ctx, const AttentionBackward& a, Tensor lse, Tensor
 // dk_extra = the sum of parts (groups, T, He) in their order.
 void sum_extra_parts(Context& ctx, ConstTensor parts, Tensor dk_extra);
 
+// The tensor cores' own kernels, for bf16 heads of widths that they take.
+bool wgmma_takes(const AttentionForward& a);
+void attention_wgmma(Context& ctx, const AttentionForward& a, ConstTensor documents);
+
 }  // namespace moetrain::ops::cuda

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <tuple>
 #include <vector>
 
 #include "tests/support/catch.h"
@@ -113,15 +114,29 @@ struct Problem {
   }
 };
 
-// Outputs against those of f64 on the same inputs.
-void check_close(const Problem& got, const Problem& want, double stored, bool with_probability = true) {
-  const double meant = got.T == std::int64_t(got.starts.size()) - 1 ? stored : 0;  // positions alone in their documents: no gradient by scores
-  CHECK(difference(got.o, want.o, stored) == "");
+// The root mean square of what got differs from want, relative to want's.
+double mean_gap(ConstTensor got, ConstTensor want) {
+  double gaps = 0, sum = 0;
+  for (std::int64_t i = 0; i < want.count(); ++i) {
+    gaps += std::pow(Bench::get(got, i) - Bench::get(want, i), 2);
+    sum += std::pow(Bench::get(want, i), 2);
+  }
+  return std::sqrt(gaps / sum);
+}
+// Outputs against those of f64 on the same inputs. Weights rounded to bf16 show most in the few rows that have large values, those
+// of few keys: every element is held to `one`, the root of their mean square to `mean`.
+void check_close(const Problem& got, const Problem& want, double one, double mean) {
+  const bool alone = got.T == std::int64_t(got.starts.size()) - 1;  // positions alone in their documents: no gradient by scores
+  for (const auto& [a, b, zero] : {std::tuple{got.o, want.o, false},
+                                   {got.dq, want.dq, alone},
+                                   {got.dkv, want.dkv, false},
+                                   {got.dk_extra, want.dk_extra, alone}}) {
+    if (a.count() == 0) continue;
+    CHECK(difference(a, b, one, zero ? mean : 0) == "");
+    if (!zero) CHECK(mean_gap(a, b) <= mean);
+  }
   CHECK(difference(got.lse, want.lse, 1e-5) == "");
-  if (with_probability) CHECK(difference(got.probability, want.probability, 1e-4) == "");
-  CHECK(difference(got.dq, want.dq, stored, meant) == "");
-  CHECK(difference(got.dkv, want.dkv, stored) == "");
-  if (got.He > 0) CHECK(difference(got.dk_extra, want.dk_extra, stored, meant) == "");
+  CHECK(difference(got.probability, want.probability, 1e-4) == "");
 }
 // What f64 gives on the CPU for the same inputs; backward's o and lse are those of `given`, so that its rounding is not compared.
 Problem in_f64(Bench& bench, const Problem& p, const Problem& given) {
@@ -347,7 +362,7 @@ TEST_CASE("attention on CUDA is within rounding of the f64 reference", "[ops][cu
   Problem p(bench, type, heads.N, heads.Hn, heads.He, heads.Hv, starts);
   p.scale = 0.7 / std::sqrt(double(heads.Hn + heads.He));
   const Problem got = p.on_cuda(bench);
-  check_close(got, in_f64(bench, p, got), type == DType::bf16 ? 1e-2 : 1e-4);
+  check_close(got, in_f64(bench, p, got), type == DType::bf16 ? 4e-2 : 1e-4, type == DType::bf16 ? 5e-3 : 1e-5);
 }
 
 TEST_CASE("attention on CUDA is right over many blocks of long and short documents", "[ops][cuda]") {
@@ -359,7 +374,7 @@ TEST_CASE("attention on CUDA is right over many blocks of long and short documen
   Problem p(bench, type, 3, 128, 64, 128, starts);
   p.scale = 1 / std::sqrt(192.0);
   const Problem got = p.on_cuda(bench);
-  check_close(got, in_f64(bench, p, got), type == DType::bf16 ? 1e-2 : 1e-4);
+  check_close(got, in_f64(bench, p, got), type == DType::bf16 ? 4e-2 : 1e-4, type == DType::bf16 ? 5e-3 : 1e-5);
 }
 
 TEST_CASE("attention on CUDA stays finite where scores are far beyond the range of exp", "[ops][cuda]") {
