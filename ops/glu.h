@@ -60,12 +60,24 @@ namespace cpu {
 void glu(Context&, const GluForward&);
 void glu(Context&, const GluBackward&);
 }  // namespace cpu
+namespace cuda {
+void glu(Context&, const GluForward&);
+void glu(Context&, const GluBackward&);
+}  // namespace cuda
 
 inline void glu(Context& ctx, const GluForward& a) {
-  dispatch(ctx, "glu forward", a, [&] { cpu::glu(ctx, a); });
+  dispatch(
+      ctx, "glu forward", a, [&] { cpu::glu(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::glu(ctx, a);
+      });
 }
 inline void glu(Context& ctx, const GluBackward& a) {
-  dispatch(ctx, "glu backward", a, [&] { cpu::glu(ctx, a); });
+  dispatch(
+      ctx, "glu backward", a, [&] { cpu::glu(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::glu(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

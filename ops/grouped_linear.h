@@ -14,10 +14,12 @@
 namespace moetrain::ops {
 
 // Do the offsets cut R rows into `groups` runs? Those on a device are not looked into.
-inline void check_group_offsets(std::span<const std::int64_t> offsets, ConstTensor device_offsets, std::int64_t groups, std::int64_t R) {
+inline void check_group_offsets(std::span<const std::int64_t> offsets, ConstTensor device_offsets, std::int64_t groups,
+                                std::int64_t R) {
   if (device_offsets.present()) {
     check(device_offsets.shape == Shape{groups + 1} && device_offsets.dtype == DType::i64,
-          "grouped_linear: offsets on the device are not (groups + 1) i64", {{"offsets", device_offsets.count()}, {"groups", groups}});
+          "grouped_linear: offsets on the device are not (groups + 1) i64",
+          {{"offsets", device_offsets.count()}, {"groups", groups}});
     return;
   }
   check(std::int64_t(offsets.size()) == groups + 1, "grouped_linear: offsets are not one more than the groups",
@@ -29,11 +31,11 @@ inline void check_group_offsets(std::span<const std::int64_t> offsets, ConstTens
 }
 
 struct GroupedLinearForward {
-  ConstTensor x;                          // (R, I), rows of group g are [offsets[g], offsets[g+1])
-  ConstTensor w;                          // (e, O, I)
-  Tensor y;                               // (R, O)
-  std::span<const std::int64_t> offsets;  // (e+1) on the host; empty groups are normal
-  ConstTensor device_offsets = {};        // (e+1) i64 on the device, for CUDA, which then needs none on the host
+  ConstTensor x;                            // (R, I), rows of group g are [offsets[g], offsets[g+1])
+  ConstTensor w;                            // (e, O, I)
+  Tensor y;                                 // (R, O)
+  std::span<const std::int64_t> offsets;    // (e+1) on the host; empty groups are normal
+  ConstTensor device_offsets = {};          // (e+1) i64 on the device, for CUDA, which then needs none on the host
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(x.shape.rank() == 2 && w.shape.rank() == 3 && x.shape[1] == w.shape[2], "grouped_linear: x is not (R, I) of w (e, O, I)",
@@ -50,14 +52,14 @@ struct GroupedLinearForward {
 };
 
 struct GroupedLinearBackward {
-  ConstTensor dy;                         // (R, O)
-  ConstTensor x;                          // (R, I); absent when dw is
-  ConstTensor w;                          // (e, O, I); absent when dx is
-  Tensor dx;                              // (R, I); absent: not wanted
-  Tensor dw;                              // (e, O, I) real; adds; absent: frozen
-  std::span<const std::int64_t> offsets;  // (e+1)
-  ConstTensor device_offsets = {};        // (e+1) i64, as above
-  bool add_dx = false;                    // dx += instead of dx =
+  ConstTensor dy;                           // (R, O)
+  ConstTensor x;                            // (R, I); absent when dw is
+  ConstTensor w;                            // (e, O, I); absent when dx is
+  Tensor dx;                                // (R, I); absent: not wanted
+  Tensor dw;                                // (e, O, I) real; adds; absent: frozen
+  std::span<const std::int64_t> offsets;    // (e+1)
+  ConstTensor device_offsets = {};          // (e+1) i64, as above
+  bool add_dx = false;                      // dx += instead of dx =
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(dy.shape.rank() == 2 && is_floating(dy.dtype), "grouped_linear: dy is not a floating (R, O)",
@@ -91,12 +93,24 @@ namespace cpu {
 void grouped_linear(Context&, const GroupedLinearForward&);
 void grouped_linear(Context&, const GroupedLinearBackward&);
 }  // namespace cpu
+namespace cuda {
+void grouped_linear(Context&, const GroupedLinearForward&);
+void grouped_linear(Context&, const GroupedLinearBackward&);
+}  // namespace cuda
 
 inline void grouped_linear(Context& ctx, const GroupedLinearForward& a) {
-  dispatch(ctx, "grouped_linear forward", a, [&] { cpu::grouped_linear(ctx, a); });
+  dispatch(
+      ctx, "grouped_linear forward", a, [&] { cpu::grouped_linear(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::grouped_linear(ctx, a);
+      });
 }
 inline void grouped_linear(Context& ctx, const GroupedLinearBackward& a) {
-  dispatch(ctx, "grouped_linear backward", a, [&] { cpu::grouped_linear(ctx, a); });
+  dispatch(
+      ctx, "grouped_linear backward", a, [&] { cpu::grouped_linear(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::grouped_linear(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

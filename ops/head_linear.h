@@ -48,9 +48,9 @@ struct HeadLinearBackward {
   std::int64_t row, width;
   ConstTensor x;  // as in forward
   std::int64_t column;
-  ConstTensor dy;  // as y in forward
-  Tensor dx;       // as x; to_latent writes only the used columns; absent: not wanted
-  Tensor dw;       // (N, A, C) real; adds to the used rows; absent: frozen
+  ConstTensor dy;                           // as y in forward
+  Tensor dx;                                // as x; to_latent writes only the used columns; absent: not wanted
+  Tensor dw;                                // (N, A, C) real; adds to the used rows; absent: frozen
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(w.shape.rank() == 3 && x.shape.rank() == 3 && dy.shape.rank() == 3, "head_linear: w, x, dy are not of rank 3",
@@ -81,12 +81,24 @@ namespace cpu {
 void head_linear(Context&, const HeadLinearForward&);
 void head_linear(Context&, const HeadLinearBackward&);
 }  // namespace cpu
+namespace cuda {
+void head_linear(Context&, const HeadLinearForward&);
+void head_linear(Context&, const HeadLinearBackward&);
+}  // namespace cuda
 
 inline void head_linear(Context& ctx, const HeadLinearForward& a) {
-  dispatch(ctx, "head_linear forward", a, [&] { cpu::head_linear(ctx, a); });
+  dispatch(
+      ctx, "head_linear forward", a, [&] { cpu::head_linear(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::head_linear(ctx, a);
+      });
 }
 inline void head_linear(Context& ctx, const HeadLinearBackward& a) {
-  dispatch(ctx, "head_linear backward", a, [&] { cpu::head_linear(ctx, a); });
+  dispatch(
+      ctx, "head_linear backward", a, [&] { cpu::head_linear(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::head_linear(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

@@ -5,18 +5,41 @@
 //   dw[o,i] += sum_t dy[t,o] x[t,i]                 adds: weights gather over micro-batches
 //
 // Each operand may have its own floating type (activations bf16, router weights and logits f32); only f64 does not mix. Sums in f32
-// (f64 for f64), rounded once into a bf16 result. Nothing may alias. Repeatable for one number of threads.
+// (f64 for f64), rounded once into a bf16 result. Nothing may alias. Repeatable for one number of threads. CUDA: no f64.
 #pragma once
+#include <utility>
+
 #include "ops/context.h"
 
 namespace moetrain::ops {
 
+// What c = a b takes on CUDA, whose matrix units want two bf16 operands. An f32 operand beside a bf16 one is the sum of three bf16
+// parts, and is so exactly; two f32 operands with a bf16 result are two parts each, which drops less than 2^-16 of a product; two
+// f32 operands with an f32 result are multiplied as they are. The sum over the parts' products is rounded afterwards.
+struct SplitProduct {
+  Tensor a, b;  // (parts, rows, columns) bf16; absent: not split
+  Tensor sums;  // like c, f32; absent: c gathers them itself
+  SplitProduct(Context& ctx, ConstTensor of_a, ConstTensor of_b, ConstTensor c) {
+    const bool a_real = of_a.dtype == DType::f32, b_real = of_b.dtype == DType::f32;
+    if ((!a_real && !b_real) || (a_real && b_real && c.dtype != DType::bf16)) return;
+    const auto parts = [&](ConstTensor t) {
+      return ctx.scratch.take(DType::bf16, {a_real && b_real ? 2 : 3, t.shape[0], t.shape[1]});
+    };
+    if (a_real) a = parts(of_a);
+    if (b_real) b = parts(of_b);
+    if (c.dtype == DType::bf16) sums = ctx.scratch.take(DType::f32, c.shape);
+  }
+};
+
 struct LinearForward {
-  ConstTensor x;     // (T, I)
-  ConstTensor w;     // (O, I)
-  Tensor y;          // (T, O), any floating type (logits of a router are real)
-  bool add = false;  // y += instead of y =
+  ConstTensor x;                            // (T, I)
+  ConstTensor w;                            // (O, I)
+  Tensor y;                                 // (T, O), any floating type (logits of a router are real)
+  bool add = false;                         // y += instead of y =
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  void take_scratch(Context& ctx) const {
+    if (ctx.plans_for == Device::cuda) SplitProduct(ctx, x, w, y);
+  }
   void check_shapes() const {
     check(x.shape.rank() == 2 && w.shape.rank() == 2 && x.shape[1] == w.shape[1], "linear: x is not (T, I) of w (O, I)",
           {{"I of x", x.shape[1]}, {"I of w", w.shape[1]}});
@@ -31,13 +54,20 @@ struct LinearForward {
 };
 
 struct LinearBackward {
-  ConstTensor dy;       // (T, O), any floating type
-  ConstTensor x;        // (T, I); absent when dw is
-  ConstTensor w;        // (O, I); absent when dx is
-  Tensor dx;            // (T, I); absent: not wanted
-  Tensor dw;            // (O, I) real; adds; absent: frozen
-  bool add_dx = false;  // dx += instead of dx =
+  ConstTensor dy;                           // (T, O), any floating type
+  ConstTensor x;                            // (T, I); absent when dw is
+  ConstTensor w;                            // (O, I); absent when dx is
+  Tensor dx;                                // (T, I); absent: not wanted
+  Tensor dw;                                // (O, I) real; adds; absent: frozen
+  bool add_dx = false;                      // dx += instead of dx =
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  void take_scratch(Context& ctx) const {
+    if (ctx.plans_for != Device::cuda) return;
+    for (const auto& [b, c] : {std::pair<ConstTensor, ConstTensor>{w, dx}, {x, dw}}) {
+      Scope one_after_the_other(ctx.scratch);
+      if (c.present()) SplitProduct(ctx, dy, b, c);
+    }
+  }
   void check_shapes() const {
     check(dy.shape.rank() == 2 && is_floating(dy.dtype), "linear: dy is not a floating (T, O)",
           {{"rank", dy.shape.rank()}, {"dtype", std::int64_t(dy.dtype)}});
@@ -66,12 +96,24 @@ namespace cpu {
 void linear(Context&, const LinearForward&);
 void linear(Context&, const LinearBackward&);
 }  // namespace cpu
+namespace cuda {
+void linear(Context&, const LinearForward&);
+void linear(Context&, const LinearBackward&);
+}  // namespace cuda
 
 inline void linear(Context& ctx, const LinearForward& a) {
-  dispatch(ctx, "linear forward", a, [&] { cpu::linear(ctx, a); });
+  dispatch(
+      ctx, "linear forward", a, [&] { cpu::linear(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::linear(ctx, a);
+      });
 }
 inline void linear(Context& ctx, const LinearBackward& a) {
-  dispatch(ctx, "linear backward", a, [&] { cpu::linear(ctx, a); });
+  dispatch(
+      ctx, "linear backward", a, [&] { cpu::linear(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::linear(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

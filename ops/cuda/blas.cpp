@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "memory/cuda_check.h"
+#include "ops/cuda/product.h"
 
 namespace moetrain::ops::cuda {
 namespace {
@@ -16,7 +17,8 @@ constexpr std::int64_t kWorkspaceBytes = std::int64_t(32) << 20;  // cuBLAS's ow
 void blas_ok(cublasStatus_t status, std::source_location where = std::source_location::current()) {
   if (status == CUBLAS_STATUS_SUCCESS) [[likely]]
     return;
-  throw Error(std::string(where.file_name()) + ":" + std::to_string(where.line()) + ": cuBLASLt: " + cublasLtGetStatusString(status));
+  throw Error(std::string(where.file_name()) + ":" + std::to_string(where.line()) +
+              ": cuBLASLt: " + cublasLtGetStatusString(status));
 }
 
 cudaDataType_t type_of(DType t) {
@@ -30,10 +32,12 @@ struct Destroy {
 };
 using Operation = std::unique_ptr<cublasLtMatmulDescOpaque_t, Destroy<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>>;
 using Layout = std::unique_ptr<cublasLtMatrixLayoutOpaque_t, Destroy<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>>;
-using Preference = std::unique_ptr<cublasLtMatmulPreferenceOpaque_t, Destroy<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>>;
+using Preference =
+    std::unique_ptr<cublasLtMatmulPreferenceOpaque_t, Destroy<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>>;
 
 // rows x columns, row-major, seen as columns x rows, column-major.
-Layout layout_of(DType type, std::int64_t rows, std::int64_t columns, std::int64_t between, std::int64_t batch, std::int64_t stride) {
+Layout layout_of(DType type, std::int64_t rows, std::int64_t columns, std::int64_t between, std::int64_t batch,
+                 std::int64_t stride) {
   cublasLtMatrixLayout_t l = nullptr;
   blas_ok(cublasLtMatrixLayoutCreate(&l, type_of(type), std::uint64_t(columns), std::uint64_t(rows), between));
   Layout layout(l);
@@ -45,12 +49,27 @@ Layout layout_of(DType type, std::int64_t rows, std::int64_t columns, std::int64
   return layout;
 }
 
-// The widest load that pointers and strides allow: part of what decides which algorithms may run.
+// The widest load that a pointer allows: with the strides, what decides which algorithms may run.
 std::uint32_t alignment_of(const void* p) {
   const auto address = reinterpret_cast<std::uintptr_t>(p);
-  std::uint32_t bytes = 256;
+  std::uint32_t bytes = 16;
   while (address % bytes != 0) bytes /= 2;
   return bytes;
+}
+
+void run_plain(Context& ctx, const Gemm& g) {
+  product(ctx, {.m = g.m,
+                .n = g.n,
+                .k = g.k,
+                .a = {g.a, g.a_type, g.transpose_a ? 1 : g.lda, g.transpose_a ? g.lda : 1, g.stride_a},
+                .b = {g.b, g.b_type, g.transpose_b ? 1 : g.ldb, g.transpose_b ? g.ldb : 1, g.stride_b},
+                .c = g.c,
+                .c_type = g.c_type,
+                .c_row = g.ldc,
+                .c_batch = g.stride_c,
+                .batch = g.batch,
+                .alpha = g.alpha,
+                .beta = g.beta});
 }
 
 }  // namespace
@@ -60,11 +79,7 @@ Blas::~Blas() { cublasLtDestroy(handle_); }
 
 void Blas::run(Context& ctx, const Gemm& g) {
   if (g.m == 0 || g.n == 0 || g.batch == 0) return;
-  if (g.k == 0) {
-    check(g.beta == 1 || (g.beta == 0 && g.batch == 1 && g.ldc == g.n), "blas: an empty sum into a strided result");
-    if (g.beta == 0) cuda_ok(cudaMemsetAsync(g.c, 0, std::size_t(g.m * g.n * size_of(g.c_type)), ctx.stream));
-    return;
-  }
+  if (g.k == 0) return g.beta == 1 ? void() : run_plain(ctx, g);
   cublasLtMatmulDesc_t d = nullptr;
   blas_ok(cublasLtMatmulDescCreate(&d, CUBLAS_COMPUTE_32F, CUDA_R_32F));
   const Operation operation(d);
@@ -78,9 +93,8 @@ void Blas::run(Context& ctx, const Gemm& g) {
   const Layout c = layout_of(g.c_type, g.m, g.n, g.ldc, g.batch, g.stride_c);
 
   const std::array<std::uint32_t, 3> aligned{alignment_of(g.b), alignment_of(g.a), alignment_of(g.c)};
-  const bool wide = aligned[0] >= 16 && aligned[1] >= 16 && aligned[2] >= 16;
-  const Key key{g.m,   g.n,           g.k,           int(g.a_type), int(g.b_type), int(g.c_type), g.lda,  g.ldb,
-                g.ldc, g.transpose_a, g.transpose_b, g.batch,       g.stride_a,    g.stride_b,    g.stride_c, wide};
+  const Key key{g.m,   g.n,           g.k,           int(g.a_type), int(g.b_type), int(g.c_type), g.lda,      g.ldb,
+                g.ldc, g.transpose_a, g.transpose_b, g.batch,       g.stride_a,    g.stride_b,    g.stride_c, aligned};
   auto found = chosen_.find(key);
   if (found == chosen_.end()) {
     cublasLtMatmulPreference_t p = nullptr;
@@ -88,20 +102,18 @@ void Blas::run(Context& ctx, const Gemm& g) {
     const Preference preference(p);
     const auto bytes = std::uint64_t(workspace_.bytes());
     blas_ok(cublasLtMatmulPreferenceSetAttribute(p, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof bytes));
-    const auto least = wide ? std::array<std::uint32_t, 3>{16, 16, 16} : aligned;
-    blas_ok(cublasLtMatmulPreferenceSetAttribute(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &least[0], sizeof least[0]));
-    blas_ok(cublasLtMatmulPreferenceSetAttribute(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &least[1], sizeof least[1]));
-    blas_ok(cublasLtMatmulPreferenceSetAttribute(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &least[2], sizeof least[2]));
-    blas_ok(cublasLtMatmulPreferenceSetAttribute(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &least[2], sizeof least[2]));
+    blas_ok(cublasLtMatmulPreferenceSetAttribute(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &aligned[0], sizeof aligned[0]));
+    blas_ok(cublasLtMatmulPreferenceSetAttribute(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &aligned[1], sizeof aligned[1]));
+    blas_ok(cublasLtMatmulPreferenceSetAttribute(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &aligned[2], sizeof aligned[2]));
+    blas_ok(cublasLtMatmulPreferenceSetAttribute(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &aligned[2], sizeof aligned[2]));
     cublasLtMatmulHeuristicResult_t result{};
     int results = 0;
     const auto status = cublasLtMatmulAlgoGetHeuristic(handle_, d, b.get(), a.get(), c.get(), c.get(), p, 1, &result, &results);
-    if (status != CUBLAS_STATUS_SUCCESS || results == 0)
-      fail("blas: cuBLASLt has no algorithm for this product",
-           {{"m", g.m}, {"n", g.n}, {"k", g.k}, {"a", std::int64_t(g.a_type)}, {"b", std::int64_t(g.b_type)}, {"c", std::int64_t(g.c_type)}});
-    found = chosen_.emplace(key, result.algo).first;
+    const bool has_one = status == CUBLAS_STATUS_SUCCESS && results > 0;
+    found = chosen_.emplace(key, has_one ? std::optional(result.algo) : std::nullopt).first;
   }
-  blas_ok(cublasLtMatmul(handle_, d, &g.alpha, g.b, b.get(), g.a, a.get(), &g.beta, g.c, c.get(), g.c, c.get(), &found->second,
+  if (!found->second) return run_plain(ctx, g);
+  blas_ok(cublasLtMatmul(handle_, d, &g.alpha, g.b, b.get(), g.a, a.get(), &g.beta, g.c, c.get(), g.c, c.get(), &*found->second,
                          workspace_.data(), std::size_t(workspace_.bytes()), ctx.stream));
 }
 

@@ -2,8 +2,10 @@
 #pragma once
 #include <cublasLt.h>
 
+#include <array>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <tuple>
 
 #include "memory/buffer.h"
@@ -33,14 +35,14 @@ class Blas {
   ~Blas();
   Blas(const Blas&) = delete;
   Blas& operator=(const Blas&) = delete;
-  void run(Context& ctx, const Gemm& g);  // an empty product with beta 0 writes zeros
+  void run(Context& ctx, const Gemm& g);  // an empty sum with beta 0 writes zeros
 
  private:
   cublasLtHandle_t handle_ = nullptr;
   Buffer workspace_;
-  using Key = std::tuple<std::int64_t, std::int64_t, std::int64_t, int, int, int, std::int64_t, std::int64_t, std::int64_t, bool, bool,
-                         std::int64_t, std::int64_t, std::int64_t, std::int64_t, bool>;
-  std::map<Key, cublasLtMatmulAlgo_t> chosen_;
+  using Key = std::tuple<std::int64_t, std::int64_t, std::int64_t, int, int, int, std::int64_t, std::int64_t, std::int64_t, bool,
+                         bool, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::array<std::uint32_t, 3>>;
+  std::map<Key, std::optional<cublasLtMatmulAlgo_t>> chosen_;  // none: ops/cuda/product.h takes it
 };
 
 }  // namespace moetrain::ops::cuda

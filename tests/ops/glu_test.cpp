@@ -2,9 +2,11 @@
 #include "ops/glu.h"
 
 #include <cmath>
+#include <cstring>
 
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/on_device.h"
 #include "tests/support/slope.h"
 #include "tests/support/tensors.h"
 
@@ -105,6 +107,63 @@ TEST_CASE("glu takes zero rows and refuses tensors that do not fit", "[ops][cpu]
       ops::glu(ctx,
                ops::GluBackward{.kind = GluKind::silu, .beta = 1, .linear_beta = 1, .dy = g, .g = g, .u = g, .dg = g, .du = u}),
       Error);
+}
+
+struct GluResults {
+  Tensor y, dg, du;
+};
+
+GluResults glu_on_cuda(Bench& b, GluKind kind, ConstTensor g, ConstTensor u, ConstTensor dy) {
+  test::DeviceBench d;
+  const Tensor gate = d.copy(g), up = d.copy(u), y = d.empty(g.dtype, g.shape), dg = d.copy(dy);  // dg aliases dy, and du u
+  ops::glu(d.context(), ops::GluForward{.kind = kind, .beta = 4, .linear_beta = 25, .g = gate, .u = up, .y = y});
+  ops::glu(d.context(),
+           ops::GluBackward{.kind = kind, .beta = 4, .linear_beta = 25, .dy = dg, .g = gate, .u = up, .dg = dg, .du = up});
+  const GluResults host{d.to_host(b, y), d.to_host(b, dg), d.to_host(b, up)};
+  CHECK(d.guards_hold());
+  return host;
+}
+
+TEST_CASE("glu on CUDA is within rounding of the f64 reference, and the same bits in 20 runs", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  for (const GluKind kind : {GluKind::silu, GluKind::situ})
+    for (const DType type : {DType::f32, DType::bf16})
+      for (const auto& [R, F] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {3, 7}, {101, 211}, {300, 1024}, {0, 8}}) {
+        CAPTURE(int(kind), name_of(type), R, F);
+        Bench b;
+        const double bound = type == DType::bf16 ? 4e-3 : 1e-5;
+        const Tensor g = b.normal(type, {R, F}, 3), u = b.normal(type, {R, F}, 3), dy = b.normal(type, {R, F});
+        const GluResults got = glu_on_cuda(b, kind, g, u, dy);
+        if (R == 0) continue;
+        const Tensor y64 = b.empty(DType::f64, g.shape), dg64 = b.empty(DType::f64, g.shape), du64 = b.empty(DType::f64, g.shape);
+        const Tensor g64 = b.as(DType::f64, g), u64 = b.as(DType::f64, u), dy64 = b.as(DType::f64, dy);
+        ops::glu(b.context(), ops::GluForward{.kind = kind, .beta = 4, .linear_beta = 25, .g = g64, .u = u64, .y = y64});
+        ops::glu(
+            b.context(),
+            ops::GluBackward{.kind = kind, .beta = 4, .linear_beta = 25, .dy = dy64, .g = g64, .u = u64, .dg = dg64, .du = du64});
+        CHECK(test::difference(got.y, y64, bound) == "");
+        CHECK(test::difference(got.dg, dg64, bound) == "");
+        CHECK(test::difference(got.du, du64, bound) == "");
+        for (int run = 0; run < 20; ++run) {
+          const GluResults again = glu_on_cuda(b, kind, g, u, dy);
+          for (const auto& [one, other] : {std::pair(again.y, got.y), std::pair(again.dg, got.dg), std::pair(again.du, got.du)})
+            CHECK(std::memcmp(one.data, other.data, std::size_t(one.bytes())) == 0);
+        }
+      }
+}
+
+TEST_CASE("glu on CUDA stays finite where the exponential overflows, and situ within its bounds", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  for (const GluKind kind : {GluKind::silu, GluKind::situ}) {
+    CAPTURE(int(kind));
+    Bench b;
+    const Tensor g = b.of(DType::f32, {1, 4}, {-200, 200, -200, 200}), u = b.of(DType::f32, {1, 4}, {300, 300, -300, -300});
+    const GluResults got = glu_on_cuda(b, kind, g, u, u);
+    const double most = kind == GluKind::silu ? 60000 : 100;
+    CHECK(test::difference(test::values_of(got.y), {0, most, 0, -most}, 1e-6) == "");
+    for (const Tensor& t : {got.dg, got.du})
+      for (const double v : test::values_of(t)) CHECK(std::isfinite(v));
+  }
 }
 
 }  // namespace

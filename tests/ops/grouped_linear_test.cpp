@@ -1,8 +1,12 @@
 // grouped_linear_test.cpp -- every group is multiplied by its own matrix, and by no other.
 #include "ops/grouped_linear.h"
 
+#include <cmath>
+#include <cstring>
+
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/on_device.h"
 #include "tests/support/slope.h"
 #include "tests/support/tensors.h"
 
@@ -96,6 +100,154 @@ TEST_CASE("grouped_linear refuses offsets that do not cut the rows", "[ops][cpu]
   const Offsets good{0, 1, 3};
   CHECK_THROWS_AS(ops::grouped_linear(ctx, ops::GroupedLinearForward{.x = x, .w = w, .y = x, .offsets = good}), Error);
   CHECK_THROWS_AS(ops::grouped_linear(ctx, ops::GroupedLinearBackward{.dy = y, .w = w, .dx = y, .offsets = good}), Error);
+}
+
+struct GroupedResults {
+  Tensor y, dx, dw;
+};
+struct Grouped {
+  Offsets offsets;
+  Tensor x, w, dy, dx, dw;  // dx and dw as they were before: dw adds, dx may
+  Grouped(Bench& b, DType type, DType y_type, Offsets bounds, std::int64_t I, std::int64_t O)
+      : offsets(std::move(bounds)),
+        x(b.normal(type, {offsets.back(), I})),
+        w(b.normal(type, {std::int64_t(offsets.size()) - 1, O, I})),
+        dy(b.normal(y_type, {offsets.back(), O})),
+        dx(b.normal(type, x.shape)),
+        dw(b.normal(DType::f32, w.shape)) {}
+  GroupedResults on_cpu_in_f64(Bench& b, bool adds) const {
+    const auto wide = [&](ConstTensor t) { return b.as(DType::f64, t); };
+    const GroupedResults out{b.empty(DType::f64, dy.shape), wide(dx), wide(dw)};
+    const Tensor x64 = wide(x), w64 = wide(w);
+    ops::grouped_linear(b.context(), ops::GroupedLinearForward{.x = x64, .w = w64, .y = out.y, .offsets = offsets});
+    ops::grouped_linear(b.context(),
+                        ops::GroupedLinearBackward{
+                            .dy = wide(dy), .x = x64, .w = w64, .dx = out.dx, .dw = out.dw, .offsets = offsets, .add_dx = adds});
+    return out;
+  }
+  GroupedResults on_cuda(Bench& b, bool adds, bool offsets_on_host) const {
+    test::DeviceBench d;
+    const std::span<const std::int64_t> host_offsets(offsets.data(), offsets_on_host ? offsets.size() : 0);
+    const ConstTensor given = offsets_on_host ? ConstTensor{} : d.documents(offsets).on_device;
+    const Tensor xs = d.copy(x), ws = d.copy(w);
+    const GroupedResults out{d.empty(dy.dtype, dy.shape), adds ? d.copy(dx) : d.empty(dx.dtype, dx.shape), d.copy(dw)};
+    ops::grouped_linear(d.context(),
+                        ops::GroupedLinearForward{.x = xs, .w = ws, .y = out.y, .offsets = host_offsets, .device_offsets = given});
+    ops::grouped_linear(d.context(), ops::GroupedLinearBackward{.dy = d.copy(dy),
+                                                                .x = xs,
+                                                                .w = ws,
+                                                                .dx = out.dx,
+                                                                .dw = out.dw,
+                                                                .offsets = host_offsets,
+                                                                .device_offsets = given,
+                                                                .add_dx = adds});
+    const GroupedResults host{d.to_host(b, out.y), d.to_host(b, out.dx), d.to_host(b, out.dw)};
+    CHECK(d.guards_hold());
+    return host;
+  }
+};
+
+bool same_bits(ConstTensor a, ConstTensor b) {
+  return a.bytes() == b.bytes() && std::memcmp(a.data, b.data, std::size_t(a.bytes())) == 0;
+}
+
+// Groups of the given numbers of rows.
+Offsets groups_of(std::initializer_list<std::int64_t> rows) {
+  Offsets offsets{0};
+  for (const std::int64_t r : rows) offsets.push_back(offsets.back() + r);
+  return offsets;
+}
+
+struct CudaCase {
+  Offsets offsets;
+  std::int64_t I, O;
+};
+// odd widths; widths that the tensor cores take with parts of tiles in every direction; groups of none, one, and several tiles
+const std::initializer_list<CudaCase> kCudaCases = {
+    {groups_of({1}), 1, 1},       {groups_of({5, 0, 7, 28, 1}), 33, 17},      {groups_of({0, 3, 0, 0, 17, 64, 65, 0}), 64, 128},
+    {groups_of({1}), 8, 8},       {groups_of({31, 0, 129, 32, 33}), 72, 200}, {groups_of({300, 1, 0, 255, 256, 257}), 136, 328},
+    {groups_of({520}), 264, 600},
+};
+
+void check_close(const GroupedResults& got, const GroupedResults& want) {
+  CHECK(test::difference(got.y, want.y, got.y.dtype == DType::bf16 ? 1e-2 : 1e-4) == "");
+  CHECK(test::difference(got.dx, want.dx, got.dx.dtype == DType::bf16 ? 1e-2 : 1e-4) == "");
+  CHECK(test::difference(got.dw, want.dw, 1e-4) == "");
+}
+
+TEST_CASE("grouped_linear on CUDA is within rounding of f64 on the same operands", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  for (const auto& [type, y_type] :
+       {std::pair(DType::f32, DType::f32), std::pair(DType::bf16, DType::bf16), std::pair(DType::bf16, DType::f32)})
+    for (const CudaCase& c : kCudaCases)
+      for (const bool adds : {false, true}) {
+        CAPTURE(name_of(type), name_of(y_type), c.offsets.size(), c.offsets.back(), c.I, c.O, adds);
+        Bench b;
+        const Grouped p(b, type, y_type, c.offsets, c.I, c.O);
+        const GroupedResults got = p.on_cuda(b, adds, false);
+        check_close(got, p.on_cpu_in_f64(b, adds));
+        const GroupedResults again = p.on_cuda(b, adds, true);
+        CHECK(same_bits(got.y, again.y));
+        CHECK(same_bits(got.dx, again.dx));
+        CHECK(same_bits(got.dw, again.dw));
+      }
+}
+
+TEST_CASE("grouped_linear on CUDA takes as many groups as there are experts, most of them small", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  Offsets offsets{0};
+  for (std::int64_t g = 0; g < 896; ++g) offsets.push_back(offsets.back() + g * g % 7);
+  for (const bool offsets_on_host : {false, true}) {
+    Bench b;
+    const Grouped p(b, DType::bf16, DType::bf16, offsets, 64, 40);
+    check_close(p.on_cuda(b, false, offsets_on_host), p.on_cpu_in_f64(b, false));
+  }
+}
+
+TEST_CASE("grouped_linear on CUDA keeps what is not finite inside its group", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  Bench b;
+  const std::int64_t I = 64, O = 136;
+  const Grouped p(b, DType::bf16, DType::bf16, groups_of({100, 3, 70}), I, O);
+  for (std::int64_t r = 100; r < 103; ++r) {  // the middle group
+    for (std::int64_t i = 0; i < I; ++i) Bench::set(p.x, r * I + i, std::nan(""));
+    for (std::int64_t o = 0; o < O; ++o) Bench::set(p.dy, r * O + o, std::nan(""));
+  }
+  const GroupedResults got = p.on_cuda(b, false, false);
+  const auto nans = [](ConstTensor t, std::int64_t from, std::int64_t to) {
+    std::int64_t count = 0;
+    for (std::int64_t i = from; i < to; ++i) count += std::isnan(Bench::get(t, i));
+    return count;
+  };
+  CHECK(nans(got.y, 0, 173 * O) == 3 * O);
+  CHECK(nans(got.y, 100 * O, 103 * O) == 3 * O);
+  CHECK(nans(got.dx, 0, 173 * I) == 3 * I);
+  CHECK(nans(got.dx, 100 * I, 103 * I) == 3 * I);
+  CHECK(nans(got.dw, 0, 3 * O * I) == O * I);
+  CHECK(nans(got.dw, O * I, 2 * O * I) == O * I);
+}
+
+TEST_CASE("grouped_linear on CUDA without rows leaves dw as it was", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  Bench b;
+  const Grouped p(b, DType::bf16, DType::bf16, groups_of({0, 0}), 64, 128);
+  CHECK(same_bits(p.on_cuda(b, false, false).dw, p.dw));
+}
+
+TEST_CASE("grouped_linear on CUDA gives the same bits in 20 runs", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  for (const DType type : {DType::f32, DType::bf16}) {
+    Bench b;
+    const Grouped p(b, type, type, groups_of({700, 0, 1300, 90, 5, 411}), 264, 520);
+    const GroupedResults first = p.on_cuda(b, true, false);
+    for (int run = 0; run < 20; ++run) {
+      CAPTURE(name_of(type), run);
+      const GroupedResults again = p.on_cuda(b, true, false);
+      CHECK(same_bits(again.y, first.y));
+      CHECK(same_bits(again.dx, first.dx));
+      CHECK(same_bits(again.dw, first.dw));
+    }
+  }
 }
 
 }  // namespace

@@ -2,9 +2,11 @@
 #include "ops/head_linear.h"
 
 #include <cmath>
+#include <cstring>
 
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/on_device.h"
 #include "tests/support/slope.h"
 #include "tests/support/tensors.h"
 
@@ -119,6 +121,73 @@ TEST_CASE("head_linear in f32 and bf16 is within rounding of f64 on the same inp
     CHECK(difference(got[i], want[i], got[i].dtype == DType::bf16 ? 4e-3 : 3e-6) == "");
   }
   CHECK(bench.guards_hold());
+}
+
+struct Operands {
+  Tensor w, x, dy, dw;
+};
+
+// y, dx and dw; y and dx start as zeros, dw from values: the columns and rows outside the slice are told apart.
+std::vector<Tensor> results(ops::Context& ctx, const Case& c, const Operands& o, std::vector<Tensor> out) {
+  ops::head_linear(
+      ctx, ops::HeadLinearForward{
+               .direction = c.direction, .w = o.w, .row = c.row, .width = c.width, .x = o.x, .column = c.column, .y = out[0]});
+  ops::head_linear(ctx, ops::HeadLinearBackward{.direction = c.direction,
+                                                .w = o.w,
+                                                .row = c.row,
+                                                .width = c.width,
+                                                .x = o.x,
+                                                .column = c.column,
+                                                .dy = o.dy,
+                                                .dx = out[1],
+                                                .dw = out[2]});
+  return out;
+}
+
+std::vector<Tensor> on_cuda(Bench& bench, const Case& c, const Operands& o) {
+  DeviceBench d;
+  const auto zeros = [&](const Shape& s) { return d.copy(bench.zeros(o.x.dtype, s)); };
+  std::vector<Tensor> host;
+  const Operands there{d.copy(o.w), d.copy(o.x), d.copy(o.dy), d.copy(o.dw)};
+  for (const Tensor& t : results(d.context(), c, there, {zeros(c.y()), zeros(c.x()), there.dw}))
+    host.push_back(d.to_host(bench, t));
+  CHECK(d.guards_hold());
+  return host;
+}
+
+TEST_CASE("head_linear on CUDA is within rounding of the f64 reference, and the same bits in 20 runs", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  for (const DType type : {DType::f32, DType::bf16})
+    for (const auto direction : {HeadDirection::to_latent, HeadDirection::from_latent})
+      for (const Case& c : {Case{direction, 1, 3, 40, 33, 17, 19, 31, 5}, Case{direction, 131, 3, 40, 33, 17, 19, 31, 5},
+                            Case{direction, 200, 5, 256, 512, 128, 128, 192, 0}, Case{direction, 77, 2, 9, 5, 2, 4, 7, 1}}) {
+        CAPTURE(name_of(type), int(direction), c.T, c.C);
+        Bench bench(7);
+        const Operands o{bench.normal(type, {c.N, c.A, c.C}), bench.normal(type, c.x()), bench.normal(type, c.y()),
+                         bench.normal(DType::f32, {c.N, c.A, c.C})};
+        const auto wide = [&](ConstTensor t) { return bench.as(DType::f64, t); };
+        const auto got = on_cuda(bench, c, o);
+        const auto want = results(bench.context(), c, {wide(o.w), wide(o.x), wide(o.dy), {}},
+                                  {bench.zeros(DType::f64, c.y()), bench.zeros(DType::f64, c.x()), wide(o.dw)});
+        for (std::size_t i = 0; i < got.size(); ++i) {
+          CAPTURE(i);
+          CHECK(difference(got[i], want[i], got[i].dtype == DType::bf16 ? 1e-2 : 2e-5) == "");
+        }
+        for (int run = 0; run < 20; ++run) {
+          const auto again = on_cuda(bench, c, o);
+          for (std::size_t i = 0; i < got.size(); ++i)
+            CHECK(std::memcmp(again[i].data, got[i].data, std::size_t(got[i].bytes())) == 0);
+        }
+      }
+}
+
+TEST_CASE("head_linear on CUDA takes zero rows", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  Bench bench;
+  const Case c{HeadDirection::to_latent, 0, 2, 4, 3, 0, 4, 5, 1};
+  const Operands o{bench.normal(DType::bf16, {2, 4, 3}), bench.empty(DType::bf16, c.x()), bench.empty(DType::bf16, c.y()),
+                   bench.normal(DType::f32, {2, 4, 3})};
+  CHECK(values_of(on_cuda(bench, c, o)[2]) == values_of(o.dw));
 }
 
 TEST_CASE("head_linear takes zero rows and refuses what does not fit", "[ops][cpu]") {

@@ -1,0 +1,444 @@
+// grouped_linear.cu -- ragged products over the groups' rows, whose bounds only the device knows: persistent wgmma kernels fed by
+// bulk copies for dense bf16, ops/cuda/product.h for f32, mixed types and widths that are not multiples of 8.
+//
+// All three passes are one product with 256 rows of outputs a pair of blocks: y^T = W x^T, dx^T = W^T dy^T, dw = dy^T x. The first
+// operand's rows always fill their tiles, and where the group's rows are columns a tile has as many, in steps of 32, as it needs.
+#include <algorithm>
+
+#include "ops/cuda/launch.cuh"
+#include "ops/cuda/product.h"
+#include "ops/cuda/rows.cuh"
+#include "ops/cuda/tensor_copy.cuh"
+#include "ops/cuda/tensor_cores.cuh"
+#include "ops/grouped_linear.h"
+
+namespace moetrain::ops {
+namespace {
+
+using namespace cuda;  // NOLINT: the helpers of this backend
+
+enum class Pass : std::uint8_t { forward, dgrad, wgrad };
+
+constexpr int kPair = 2;                    // blocks that share the columns of a tile
+constexpr int kRows = 128, kColumns = 256;  // of a block's tile; half of the rows for each of two warpgroups
+constexpr int kDepth = 64, kLine = 128;     // summands of a stage, and their bytes: one swizzled line
+constexpr int kStages = 4;
+constexpr int kABytes = kRows * kLine, kBBytes = kColumns * kLine, kStageBytes = kABytes + kBBytes;
+constexpr int kPanelBytes = 64 * kLine;  // 64 rows of lines
+constexpr int kBoxRows = 32;             // of one copy of rows
+constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroup;
+constexpr int kRoundBytes = 64 * kLine;  // 64 rows of results of a warpgroup, on their way out
+constexpr int kBand = 8;                 // pairs of blocks side by side on the same columns: what stays in L2 is about square
+
+// A block's tile; the part of it that consumers must know travels with the first stage of its operands.
+struct Tile {
+  std::int32_t group, row;    // of the outputs
+  std::int32_t column;        // of dw; else unused
+  std::int32_t begin, count;  // rows of the group that take part: all of them for dw; count 0 ends the work
+};
+
+struct Shared {
+  alignas(16) Tile tile[kStages];
+  std::uint64_t full[kStages], empty[kStages];
+};
+constexpr std::size_t kSharedBytes =
+    kStages * kStageBytes + kConsumers * 2 * kRoundBytes + sizeof(Shared) + 1024;  // 1024: to align
+
+struct Sizes {
+  int groups, rows, columns, depth;  // of the outputs; columns of dw; summands, or 0 where they are the group's rows
+};
+
+// Tiles in the order of groups; within a group in bands of kBand pairs of blocks, so that neighbours read the same operands.
+class Schedule {
+ public:
+  __device__ Schedule(const std::int64_t* offsets, const Sizes& s)
+      : offsets_(offsets), s_(s), pairs_((s.rows + kPair * kRows - 1) / (kPair * kRows)) {}
+  // Tile `index` of this block's pair. Indices must not fall from call to call.
+  __device__ Tile tile(std::int64_t index, std::uint32_t rank) {
+    for (; group_ < s_.groups; ++group_) {
+      const auto begin = int(offsets_[group_]), rows = int(offsets_[group_ + 1]) - begin;
+      const int across = s_.depth > 0 ? (rows + kColumns - 1) / kColumns : rows > 0 ? (s_.columns + kColumns - 1) / kColumns : 0;
+      const std::int64_t tiles = std::int64_t(across) * pairs_;
+      if (index < before_ + tiles) {
+        const int at = int(index - before_), band = at / (across * kBand), width = min(kBand, pairs_ - band * kBand);
+        const int in_band = at - band * across * kBand, row = ((band * kBand + in_band % width) * kPair + int(rank)) * kRows;
+        const int column = in_band / width * kColumns;
+        if (s_.depth == 0) return {group_, row, column, begin, rows};
+        return {group_, row, 0, begin + column, min(kColumns, rows - column)};
+      }
+      before_ += tiles;
+    }
+    return {};
+  }
+
+ private:
+  const std::int64_t* offsets_;
+  const Sizes& s_;
+  int pairs_, group_ = 0;
+  std::int64_t before_ = 0;  // tiles of earlier groups
+};
+
+__device__ int blocks_of_depth(const Sizes& s, const Tile& t) { return ((s.depth > 0 ? s.depth : t.count) + kDepth - 1) / kDepth; }
+__device__ int width_of(const Sizes& s, const Tile& t) {
+  return s.depth > 0 ? (t.count + kBoxRows - 1) / kBoxRows * kBoxRows : kColumns;
+}
+
+// Where a warp stands in the ring of stages.
+struct Ring {
+  int stage = 0;
+  std::uint32_t parity = 0;
+  __device__ void step() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// One thread a block copies its own rows of the first operand, and every other box of the columns for both blocks.
+template <Pass kPass>
+__device__ void produce(const CUtensorMap& a, const CUtensorMap& b, const std::int64_t* offsets, const Sizes& s,
+                        std::uint32_t stages, Shared& shared) {
+  const std::uint32_t rank = cluster_rank();
+  Schedule schedule(offsets, s);
+  Ring ring;
+  for (std::int64_t index = blockIdx.x / kPair;; index += gridDim.x / kPair) {
+    const Tile t = schedule.tile(index, rank);
+    const int depth_blocks = t.count == 0 ? 1 : blocks_of_depth(s, t), width = width_of(s, t);
+    for (int block = 0; block < depth_blocks; ++block, ring.step()) {
+      barrier_wait(shared_address(&shared.empty[ring.stage]), ring.parity ^ 1);  // for the readers in both blocks
+      const std::uint32_t full = shared_address(&shared.full[ring.stage]), to_a = stages + ring.stage * kStageBytes,
+                          to_b = to_a + kABytes;
+      if (block == 0) shared.tile[ring.stage] = t;
+      if (t.count == 0) return barrier_arrive(full);
+      barrier_arrive_and_expect(full, kABytes + width * kLine);
+      const int k = block * kDepth;
+      if constexpr (kPass == Pass::forward) {
+        copy_box(to_a, &a, full, k, t.row, t.group);
+      } else {
+        for (int panel = 0; panel < kRows / 64; ++panel)
+          if constexpr (kPass == Pass::dgrad)
+            copy_box(to_a + panel * kPanelBytes, &a, full, t.row + panel * 64, k, t.group);
+          else
+            copy_box(to_a + panel * kPanelBytes, &a, full, t.row + panel * 64, t.begin + k);
+      }
+      constexpr std::uint16_t kBoth = (1 << kPair) - 1;
+      if constexpr (kPass == Pass::wgrad) {
+        for (int panel = int(rank); panel < kColumns / 64; panel += kPair)
+          copy_box_to(kBoth, to_b + panel * kPanelBytes, &b, full, t.column + panel * 64, t.begin + k);
+      } else {
+        for (int box = int(rank) * kBoxRows; box < width; box += kPair * kBoxRows)
+          copy_box_to(kBoth, to_b + box * kLine, &b, full, k, t.begin + box);
+      }
+    }
+  }
+}
+
+// A warp has read its stage: tells the producers of both blocks, who write to both.
+__device__ void release(Shared& shared, int stage) {
+  const std::uint32_t lane = threadIdx.x % kWarp;
+  if (lane < kPair) barrier_arrive_at(shared_address(&shared.empty[stage]), lane);
+}
+
+// Lines past the group's end become zeros: they hold rows of the next group. Each warpgroup clears all that it reads itself.
+__device__ void clear_lines(std::uint32_t a, std::uint32_t b, int from) {
+  constexpr int kPieces = kLine / 16, kPanels = 1 + kColumns / 64;
+  for (int i = from * kPieces * kPanels + int(threadIdx.x) % kWarpgroup; i < kDepth * kPieces * kPanels; i += kWarpgroup) {
+    const int panel = i % kPanels, piece = i / kPanels;
+    const std::uint32_t at = (panel == 0 ? a : b + (panel - 1) * kPanelBytes) + piece * 16;
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+  }
+  fence_shared_writes();
+}
+
+// Adds the products of one warpgroup's half of a tile. The first stage has already come.
+template <Pass kPass, int kCount>
+__device__ __forceinline__ void multiply(float (&sums)[kCount], Ring& ring, Shared& shared, std::uint32_t stages, const Sizes& s,
+                                         const Tile& t) {
+  constexpr Along kA = kPass == Pass::forward ? Along::k : Along::outer, kB = kPass == Pass::wgrad ? Along::outer : Along::k;
+  const int half = int(threadIdx.x) / kWarpgroup - 1, depth_blocks = blocks_of_depth(s, t);
+  int before = 0;
+  for (int block = 0; block < depth_blocks; ++block) {
+    if (block > 0) barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
+    const std::uint32_t at_a = stages + ring.stage * kStageBytes + half * kPanelBytes,
+                        at_b = stages + ring.stage * kStageBytes + kABytes;
+    if constexpr (kPass == Pass::wgrad)
+      if (block + 1 == depth_blocks && t.count % kDepth != 0) {
+        clear_lines(at_a, at_b, t.count % kDepth);
+        warpgroup_sync(1 + half);  // waits for the zeros of the other warps
+      }
+    const std::uint64_t a = operand_at(at_a, kPanelBytes), b = operand_at(at_b, kPanelBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) wgmma<kA, kB>(sums, a + k * step_of(kA), b + k * step_of(kB));
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (block > 0) release(shared, before);
+    before = ring.stage;
+    ring.step();
+  }
+  wgmma_wait<0>();
+  settle(sums);
+  release(shared, before);
+}
+
+__device__ std::uint32_t packed(float low, float high) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const std::uint32_t&>(both);
+}
+
+// Transposes 64 results a row of the output through shared memory, 64 rows a round, and writes the rows that are the group's own.
+template <int kCount>
+__device__ __forceinline__ void write_rows(const float (&sums)[kCount], std::uint32_t rounds, int& round, __nv_bfloat16* out,
+                                           bool add, const Sizes& s, const Tile& t) {
+  const int half = int(threadIdx.x) / kWarpgroup - 1, thread = int(threadIdx.x) % kWarpgroup, warp = thread / kWarp,
+            lane = thread % kWarp;
+  const int column = t.row + half * 64 + thread % 8 * 8;  // of the output, of the 8 that this thread writes
+#pragma unroll
+  for (int first = 0; first < kCount; first += 32, round ^= 1) {
+    const std::uint32_t to = rounds + (half * 2 + round) * kRoundBytes;
+#pragma unroll
+    for (int j = 0; j < 32; j += 8) {
+      if (first + j >= kCount) break;
+      const float* of = sums + first + j;
+      const int row = 2 * j + lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
+      asm volatile(
+          "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + row * kLine + (piece ^ row % 8) * 16),
+          "r"(packed(of[0], of[1])), "r"(packed(of[2], of[3])), "r"(packed(of[4], of[5])), "r"(packed(of[6], of[7]))
+          : "memory");
+    }
+    warpgroup_sync(1 + half);  // waits for all warps' results; the round before last has been read by all who come here
+#pragma unroll
+    for (int i = 0; i < 64; i += kWarpgroup / 8) {
+      const int row = i + thread / 8;
+      if (2 * first + row >= t.count || column >= s.rows) continue;
+      Pack<__nv_bfloat16, 8> values;
+      auto* words = reinterpret_cast<std::uint32_t*>(&values);
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                   : "r"(to + row * kLine + (thread % 8 ^ row % 8) * 16)
+                   : "memory");
+      __nv_bfloat16* y = out + (std::int64_t(t.begin) + 2 * first + row) * s.rows + column;
+      if (add) {
+        const auto old = load<8>(y);
+        for (int e = 0; e < 8; ++e) values.at[e] = from_float<__nv_bfloat16>(to_float(old.at[e]) + to_float(values.at[e]));
+      }
+      store<8>(y, values);
+    }
+  }
+}
+
+// Every element of dw has one tile: one addition each, so the order does not matter.
+template <int kCount>
+__device__ __forceinline__ void add_sums(const float (&sums)[kCount], float* dw, const Sizes& s, const Tile& t) {
+  const int half = int(threadIdx.x) / kWarpgroup - 1, warp = int(threadIdx.x) / kWarp % 4, lane = int(threadIdx.x) % kWarp;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = t.row + half * 64 + warp * 16 + lane / 4 + 8 * h, column = t.column + lane % 4 * 2;
+    if (row >= s.rows) continue;
+    float* to = dw + (std::int64_t(t.group) * s.rows + row) * s.columns + column;
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j)
+      if (column + 8 * j < s.columns)
+        asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to + 8 * j), "f"(sums[4 * j + 2 * h]),
+                     "f"(sums[4 * j + 2 * h + 1])
+                     : "memory");
+  }
+}
+
+template <Pass kPass, int kWidth>
+__device__ __forceinline__ void consume_tile(Ring& ring, Shared& shared, std::uint32_t stages, int& round, void* out, bool add,
+                                             const Sizes& s, const Tile& t) {
+  float sums[kWidth / 2] = {};
+  multiply<kPass>(sums, ring, shared, stages, s, t);
+  if constexpr (kPass == Pass::wgrad)
+    add_sums(sums, static_cast<float*>(out), s, t);
+  else
+    write_rows(sums, stages + kStages * kStageBytes, round, static_cast<__nv_bfloat16*>(out), add, s, t);
+}
+
+template <Pass kPass>
+__device__ void consume(std::uint32_t stages, Shared& shared, void* out, bool add, const Sizes& s) {
+  Ring ring;
+  int round = 0;
+  for (;;) {
+    barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
+    const Tile t = shared.tile[ring.stage];
+    if (t.count == 0) return;
+    const auto run = [&]<int kWidth>() { consume_tile<kPass, kWidth>(ring, shared, stages, round, out, add, s, t); };
+    if constexpr (kPass == Pass::wgrad) {
+      run.template operator()<kColumns>();
+    } else {
+      switch (width_of(s, t) / 32) {
+        case 1:
+          run.template operator()<32>();
+          break;
+        case 2:
+          run.template operator()<64>();
+          break;
+        case 3:
+          run.template operator()<96>();
+          break;
+        case 4:
+          run.template operator()<128>();
+          break;
+        case 5:
+          run.template operator()<160>();
+          break;
+        case 6:
+          run.template operator()<192>();
+          break;
+        case 7:
+          run.template operator()<224>();
+          break;
+        default:
+          run.template operator()<256>();
+          break;
+      }
+    }
+  }
+}
+
+// grid (pairs of blocks, as many as fit the device), block (kThreads): the first warpgroup copies, two multiply and write.
+// Forward: a is W (I, O, e), b is x (I, R), out is y. dgrad: a is W (I, O, e), b is dy (O, R), out is dx. wgrad: a is dy (O, R), b
+// is x (I, R), out is dw.
+template <Pass kPass>
+__global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, 1)
+    grouped_linear_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                          const std::int64_t* __restrict__ offsets, void* out, bool add, const __grid_constant__ Sizes s) {
+  extern __shared__ unsigned char memory[];
+  const std::uint32_t stages = (shared_address(memory) + 1023) / 1024 * 1024;  // whole swizzle patterns
+  Shared& shared =
+      *reinterpret_cast<Shared*>(memory + (stages - shared_address(memory)) + kStages * kStageBytes + kConsumers * 2 * kRoundBytes);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(shared_address(&shared.full[i]), 1);
+      barrier_init(shared_address(&shared.empty[i]), kPair * kConsumers * kWarpgroup / kWarp);
+    }
+    fence_barrier_init();
+  }
+  cluster_sync();  // waits for the barriers of both blocks
+  if (threadIdx.x < kWarpgroup) {
+    leave_registers<40>();
+    if (threadIdx.x == 0) produce<kPass>(a, b, offsets, s, stages, shared);
+    __syncwarp();
+  } else {
+    take_registers<232>();
+    consume<kPass>(stages, shared, out, add, s);
+  }
+  cluster_sync();  // the other block still tells this one's barriers what it has read
+}
+
+struct OffsetsPart {
+  static constexpr int kMost = 448;  // of a kernel's 4 KB of parameters
+  std::int64_t at[kMost];
+};
+
+// grid (1), block (OffsetsPart::kMost): offsets that came from the host
+__global__ void grouped_linear_offsets_kernel(const OffsetsPart part, std::int64_t* __restrict__ offsets, int count) {
+  if (int(threadIdx.x) < count) offsets[threadIdx.x] = part.at[threadIdx.x];
+}
+
+// The offsets on the device, in scratch where they were given on the host.
+const std::int64_t* offsets_on_device(Context& ctx, std::span<const std::int64_t> offsets, ConstTensor device_offsets) {
+  if (device_offsets.present()) return device_offsets.as<std::int64_t>();
+  std::int64_t* to = ctx.scratch.take(DType::i64, {std::int64_t(offsets.size())}).as<std::int64_t>();
+  for (std::size_t first = 0; first < offsets.size(); first += OffsetsPart::kMost) {
+    OffsetsPart part;
+    const std::size_t count = std::min(offsets.size() - first, std::size_t(OffsetsPart::kMost));
+    std::copy_n(offsets.begin() + std::ptrdiff_t(first), count, part.at);
+    launch(ctx, grouped_linear_offsets_kernel, {1, OffsetsPart::kMost}, part, to + first, int(count));
+  }
+  return to;
+}
+
+// May the bulk copies move rows of these tensors, and are they of the one type?
+bool for_tensor_cores(std::initializer_list<ConstTensor> tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [](const ConstTensor& t) {
+    return t.dtype == DType::bf16 && t.shape[t.shape.rank() - 1] % 8 == 0 && reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 &&
+           t.shape[0] <= 0x7fffffff;
+  });
+}
+
+template <Pass kPass>
+void run_on_tensor_cores(Context& ctx, const CUtensorMap& a, const CUtensorMap& b, const std::int64_t* offsets, Tensor out,
+                         bool add, const Sizes& s, std::int64_t most_rows) {
+  int device = 0, multiprocessors = 0;
+  cuda_ok(cudaGetDevice(&device));
+  cuda_ok(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  const std::int64_t pairs = (s.rows + kPair * kRows - 1) / (kPair * kRows);
+  const std::int64_t across = s.depth > 0 ? most_rows / kColumns + std::min<std::int64_t>(s.groups, most_rows)
+                                          : std::int64_t(s.groups) * ((s.columns + kColumns - 1) / kColumns);
+  const std::int64_t work = std::min<std::int64_t>(pairs * across, multiprocessors / kPair);
+  launch(ctx, grouped_linear_kernel<kPass>, {blocks(work * kPair, 1), kThreads, kSharedBytes}, a, b, offsets, out.data, add, s);
+}
+
+}  // namespace
+
+void cuda::grouped_linear(Context& ctx, const GroupedLinearForward& a) {
+  const std::int64_t R = a.x.shape[0], e = a.w.shape[0], O = a.w.shape[1], I = a.w.shape[2];
+  if (R == 0 || O == 0) return;
+  Scope scope(ctx.scratch);
+  const std::int64_t* offsets = offsets_on_device(ctx, a.offsets, a.device_offsets);
+  if (I > 0 && for_tensor_cores({a.x, a.w, a.y}))
+    return run_on_tensor_cores<Pass::forward>(ctx, tensor_map(a.w.data, {I, O, e}, {kDepth, kRows, 1}),
+                                              tensor_map(a.x.data, {I, R}, {kDepth, kBoxRows}), offsets, a.y, false,
+                                              {int(e), int(O), 0, int(I)}, R);
+  product(ctx, {.m = R,
+                .n = O,
+                .k = I,
+                .a = {a.x.data, a.x.dtype, I, 1},
+                .b = {a.w.data, a.w.dtype, 1, I, O * I},
+                .c = a.y.data,
+                .c_type = a.y.dtype,
+                .c_row = O,
+                .batch = e,
+                .ragged = Product::Ragged::rows,
+                .offsets = offsets});
+}
+
+void cuda::grouped_linear(Context& ctx, const GroupedLinearBackward& a) {
+  const std::int64_t R = a.dy.shape[0], O = a.dy.shape[1];
+  if (R == 0 || (!a.dx.present() && !a.dw.present())) return;
+  Scope scope(ctx.scratch);
+  const std::int64_t* offsets = offsets_on_device(ctx, a.offsets, a.device_offsets);
+  if (a.dx.present() && a.dx.count() > 0) {
+    const std::int64_t e = a.w.shape[0], I = a.w.shape[2];
+    if (O > 0 && for_tensor_cores({a.dy, a.w, a.dx}))
+      run_on_tensor_cores<Pass::dgrad>(ctx, tensor_map(a.w.data, {I, O, e}, {64, kDepth, 1}),
+                                       tensor_map(a.dy.data, {O, R}, {kDepth, kBoxRows}), offsets, a.dx, a.add_dx,
+                                       {int(e), int(I), 0, int(O)}, R);
+    else
+      product(ctx, {.m = R,
+                    .n = I,
+                    .k = O,
+                    .a = {a.dy.data, a.dy.dtype, O, 1},
+                    .b = {a.w.data, a.w.dtype, I, 1, O * I},
+                    .c = a.dx.data,
+                    .c_type = a.dx.dtype,
+                    .c_row = I,
+                    .batch = e,
+                    .beta = float(a.add_dx),
+                    .ragged = Product::Ragged::rows,
+                    .offsets = offsets});
+  }
+  if (a.dw.present() && a.dw.count() > 0) {
+    const std::int64_t e = a.dw.shape[0], I = a.x.shape[1];
+    if (for_tensor_cores({a.dy, a.x}))
+      run_on_tensor_cores<Pass::wgrad>(ctx, tensor_map(a.dy.data, {O, R}, {64, kDepth}), tensor_map(a.x.data, {I, R}, {64, kDepth}),
+                                       offsets, a.dw, true, {int(e), int(O), int(I), 0}, R);
+    else
+      product(ctx, {.m = O,
+                    .n = I,
+                    .k = R,
+                    .a = {a.dy.data, a.dy.dtype, 1, O},
+                    .b = {a.x.data, a.x.dtype, I, 1},
+                    .c = a.dw.data,
+                    .c_type = a.dw.dtype,
+                    .c_row = I,
+                    .c_batch = O * I,
+                    .batch = e,
+                    .beta = 1,
+                    .ragged = Product::Ragged::summands,
+                    .offsets = offsets});
+  }
+}
+
+}  // namespace moetrain::ops

@@ -1,0 +1,110 @@
+// tensor_copy.cuh -- boxes of bf16 tensors copied to shared memory by sm_90's bulk copy engine, and the barriers that count them.
+#pragma once
+#include <cuda.h>
+
+#include <cstdint>
+#include <initializer_list>
+
+#include "memory/check.h"
+#include "memory/cuda_check.h"
+
+namespace moetrain::ops::cuda {
+
+// A dense bf16 tensor in device memory, innermost dim first, and the box that one copy moves: lines of box[0] <= 64 elements,
+// swizzled in 128 bytes. What lies outside the tensor arrives as zeros. Address and strides must be multiples of 16 bytes.
+inline CUtensorMap tensor_map(const void* data, std::initializer_list<std::int64_t> dims, std::initializer_list<int> box) {
+  void* entry = nullptr;  // asked of the runtime, so that nothing links to the driver
+  cudaDriverEntryPointQueryResult found{};
+  cuda_ok(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
+  check(found == cudaDriverEntryPointSuccess, "tensor_map: the driver has no cuTensorMapEncodeTiled");
+  constexpr int kMost = 3;
+  cuuint64_t sizes[kMost], strides[kMost] = {};
+  cuuint32_t boxes[kMost], steps[kMost] = {1, 1, 1};
+  const auto rank = cuuint32_t(dims.size());
+  cuuint64_t bytes = 2;
+  for (cuuint32_t i = 0; i < rank; ++i) {
+    sizes[i] = cuuint64_t(dims.begin()[i]);
+    boxes[i] = cuuint32_t(box.begin()[i]);
+    strides[i] = bytes *= sizes[i];
+  }
+  CUtensorMap map;
+  const auto status = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(data), sizes, strides, boxes, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  check(status == CUDA_SUCCESS, "tensor_map: the driver refuses the tensor", {{"status", std::int64_t(status)}});
+  return map;
+}
+
+__device__ inline std::uint32_t shared_address(const void* p) { return std::uint32_t(__cvta_generic_to_shared(p)); }
+
+// Barriers in shared memory, by address. A phase ends once all arrivals and all announced bytes have come.
+__device__ inline void barrier_init(std::uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ inline void barrier_wait(std::uint32_t barrier, std::uint32_t parity) {  // for the end of the phase of this parity
+  std::uint32_t done = 0;
+  while (done == 0)
+    asm volatile("{ .reg .pred ended; mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2; selp.u32 %0, 1, 0, ended; }"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+}
+__device__ inline void barrier_arrive(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ inline void barrier_arrive_and_expect(std::uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline void barrier_arrive_at(std::uint32_t barrier, std::uint32_t rank) {  // the same barrier of a block of the cluster
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+// Queues the copy of a box to this block, or to the same place of all blocks of the mask, whose barriers it counts down.
+__device__ inline void copy_box(std::uint32_t to, const CUtensorMap* map, std::uint32_t barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+__device__ inline void copy_box(std::uint32_t to, const CUtensorMap* map, std::uint32_t barrier, int x, int y) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+               "l"(map), "r"(barrier), "r"(x), "r"(y)
+               : "memory");
+}
+__device__ inline void copy_box_to(std::uint16_t mask, std::uint32_t to, const CUtensorMap* map, std::uint32_t barrier, int x,
+                                   int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%4, %5}], [%2], "
+      "%3;" ::"r"(to),
+      "l"(map), "r"(barrier), "h"(mask), "r"(x), "r"(y)
+      : "memory");
+}
+
+// Ordinary writes to shared memory before, reads of the tensor cores and the copy engine after.
+__device__ inline void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ inline std::uint32_t cluster_rank() {
+  std::uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ inline void cluster_sync() {  // of all threads of all blocks of the cluster
+  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+}
+__device__ inline void warpgroup_sync(int barrier) { asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); }
+
+template <int kRegisters>
+__device__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+}  // namespace moetrain::ops::cuda
