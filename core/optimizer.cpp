@@ -43,9 +43,10 @@ Tensor Optimizer::master(int i, parallel::Rows rows) const {
 double Optimizer::norm(ops::Context& ctx, parallel::Communicator& everyone) {
   Scope scope(ctx.scratch);
   const Tensor sum = ctx.scratch.zeros(DType::f64, {1});
+  std::vector<ConstTensor> gradients;
   for (int i = 0; i < table_.size(); ++i)
-    if (table_[i].trainable)
-      ops::sum_of_squares(ctx, ops::SumOfSquares{.x = params_.stored_gradient(i, params_.shard(i)), .sum = sum});
+    if (table_[i].trainable) gradients.push_back(params_.stored_gradient(i, params_.shard(i)));
+  ops::sum_of_squares(ctx, ops::SumOfSquares{.x = gradients, .sum = sum});
   double mine = 0;
   copy_to_host(ctx.device(), &mine, sum.data, sum.bytes());
   std::vector<double> parts(std::size_t(everyone.size()));
@@ -58,23 +59,25 @@ double Optimizer::norm(ops::Context& ctx, parallel::Communicator& everyone) {
 
 void Optimizer::update(ops::Context& ctx, double lr, double gradient_scale) {
   ++updates_;
+  std::vector<ops::AdamWShard> shards;
   for (int i = 0; i < table_.size(); ++i) {
     if (!table_[i].trainable) continue;
     const auto rows = params_.update_rows(i);
     const Tensor stored = params_.stored(i, rows);
-    ops::adamw(ctx, ops::AdamW{.gradient = flat(params_.stored_gradient(i, rows)),
-                               .master = flat(master(i, rows)),
-                               .exp_avg = flat(exp_avg(i, rows)),
-                               .exp_avg_sq = flat(exp_avg_sq(i, rows)),
-                               .weight = has_master(i) ? flat(stored) : Tensor{},
-                               .lr = lr,
-                               .beta1 = config_.beta1,
-                               .beta2 = config_.beta2,
-                               .eps = config_.eps,
-                               .weight_decay = table_[i].decay ? config_.weight_decay : 0,
-                               .gradient_scale = gradient_scale,
-                               .step = updates_});
+    shards.push_back({.gradient = flat(params_.stored_gradient(i, rows)),
+                      .master = flat(master(i, rows)),
+                      .exp_avg = flat(exp_avg(i, rows)),
+                      .exp_avg_sq = flat(exp_avg_sq(i, rows)),
+                      .weight = has_master(i) ? flat(stored) : Tensor{},
+                      .weight_decay = table_[i].decay ? config_.weight_decay : 0});
   }
+  ops::adamw(ctx, ops::AdamW{.shards = shards,
+                             .lr = lr,
+                             .beta1 = config_.beta1,
+                             .beta2 = config_.beta2,
+                             .eps = config_.eps,
+                             .gradient_scale = gradient_scale,
+                             .step = updates_});
 }
 
 }  // namespace moetrain::core

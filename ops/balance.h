@@ -17,8 +17,10 @@
 //
 // Tensors called real are f32 or f64. Bins, quantiles and the sums over tokens are f64; rows are computed in the type of logits; a
 // score is computed as ops/router does. Nothing aliases. Counts are integers and so exact however tokens are cut into
-// micro-batches; losses are summed in the order of tokens: bitwise repeatable for any number of threads.
+// micro-batches; losses are summed in the order of tokens (on CUDA in another fixed order): bitwise repeatable for any number of
+// threads. Experts that have seen different numbers of tokens are an error of quantile_update (on CUDA every bias becomes NaN).
 #pragma once
+#include <algorithm>
 #include <span>
 
 #include "ops/context.h"
@@ -116,12 +118,14 @@ struct AuxiliaryLoss {
           {{"E", E}, {"counts", counts.count()}, {"dtype", int(counts.dtype)}});
     check_loss_and_slope(logits, loss, dlogits, "auxiliary_loss: loss is not (1) or dlogits not (T, E), real as logits");
   }
+  static constexpr std::int64_t kGroupsTogether = 64;  // whose frequencies are held at once, on CUDA
   struct Scratch {
-    Tensor frequency;  // (E) f64
+    Tensor frequency;  // (up to kGroupsTogether, E) f64; the CPU needs one row
     Tensor rows;       // (T) f64, each token's part of the loss
   };
   Scratch take_scratch(Context& ctx) const {
-    return {ctx.scratch.take(DType::f64, {logits.shape[1]}), ctx.scratch.take(DType::f64, {logits.shape[0]})};
+    const std::int64_t together = std::clamp<std::int64_t>(std::int64_t(groups.size()) - 1, 1, kGroupsTogether);
+    return {ctx.scratch.take(DType::f64, {together, logits.shape[1]}), ctx.scratch.take(DType::f64, {logits.shape[0]})};
   }
 };
 
@@ -145,24 +149,56 @@ void sign_update(Context&, const SignUpdate&);
 void auxiliary_loss(Context&, const AuxiliaryLoss&);
 void z_loss(Context&, const ZLoss&);
 }  // namespace cpu
+namespace cuda {
+void expert_count(Context&, const ExpertCount&);
+void quantile_histogram(Context&, const QuantileHistogram&);
+void quantile_update(Context&, const QuantileUpdate&);
+void sign_update(Context&, const SignUpdate&);
+void auxiliary_loss(Context&, const AuxiliaryLoss&);
+void z_loss(Context&, const ZLoss&);
+}  // namespace cuda
 
 inline void expert_count(Context& ctx, const ExpertCount& a) {
-  dispatch(ctx, "expert_count forward", a, [&] { cpu::expert_count(ctx, a); });
+  dispatch(
+      ctx, "expert_count forward", a, [&] { cpu::expert_count(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::expert_count(ctx, a);
+      });
 }
 inline void quantile_histogram(Context& ctx, const QuantileHistogram& a) {
-  dispatch(ctx, "quantile_histogram forward", a, [&] { cpu::quantile_histogram(ctx, a); });
+  dispatch(
+      ctx, "quantile_histogram forward", a, [&] { cpu::quantile_histogram(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::quantile_histogram(ctx, a);
+      });
 }
 inline void quantile_update(Context& ctx, const QuantileUpdate& a) {
-  dispatch(ctx, "quantile_update forward", a, [&] { cpu::quantile_update(ctx, a); });
+  dispatch(
+      ctx, "quantile_update forward", a, [&] { cpu::quantile_update(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::quantile_update(ctx, a);
+      });
 }
 inline void sign_update(Context& ctx, const SignUpdate& a) {
-  dispatch(ctx, "sign_update forward", a, [&] { cpu::sign_update(ctx, a); });
+  dispatch(
+      ctx, "sign_update forward", a, [&] { cpu::sign_update(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::sign_update(ctx, a);
+      });
 }
 inline void auxiliary_loss(Context& ctx, const AuxiliaryLoss& a) {
-  dispatch(ctx, "auxiliary_loss forward", a, [&] { cpu::auxiliary_loss(ctx, a); });
+  dispatch(
+      ctx, "auxiliary_loss forward", a, [&] { cpu::auxiliary_loss(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::auxiliary_loss(ctx, a);
+      });
 }
 inline void z_loss(Context& ctx, const ZLoss& a) {
-  dispatch(ctx, "z_loss forward", a, [&] { cpu::z_loss(ctx, a); });
+  dispatch(
+      ctx, "z_loss forward", a, [&] { cpu::z_loss(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::z_loss(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

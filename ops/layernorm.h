@@ -70,12 +70,24 @@ namespace cpu {
 void layernorm(Context&, const LayerNormForward&);
 void layernorm(Context&, const LayerNormBackward&);
 }  // namespace cpu
+namespace cuda {
+void layernorm(Context&, const LayerNormForward&);
+void layernorm(Context&, const LayerNormBackward&);
+}  // namespace cuda
 
 inline void layernorm(Context& ctx, const LayerNormForward& a) {
-  dispatch(ctx, "layernorm forward", a, [&] { cpu::layernorm(ctx, a); });
+  dispatch(
+      ctx, "layernorm forward", a, [&] { cpu::layernorm(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::layernorm(ctx, a);
+      });
 }
 inline void layernorm(Context& ctx, const LayerNormBackward& a) {
-  dispatch(ctx, "layernorm backward", a, [&] { cpu::layernorm(ctx, a); });
+  dispatch(
+      ctx, "layernorm backward", a, [&] { cpu::layernorm(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::layernorm(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

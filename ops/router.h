@@ -81,12 +81,24 @@ namespace cpu {
 void router(Context&, const RouterForward&);
 void router(Context&, const RouterBackward&);
 }  // namespace cpu
+namespace cuda {
+void router(Context&, const RouterForward&);
+void router(Context&, const RouterBackward&);
+}  // namespace cuda
 
 inline void router(Context& ctx, const RouterForward& a) {
-  dispatch(ctx, "router forward", a, [&] { cpu::router(ctx, a); });
+  dispatch(
+      ctx, "router forward", a, [&] { cpu::router(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::router(ctx, a);
+      });
 }
 inline void router(Context& ctx, const RouterBackward& a) {
-  dispatch(ctx, "router backward", a, [&] { cpu::router(ctx, a); });
+  dispatch(
+      ctx, "router backward", a, [&] { cpu::router(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::router(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

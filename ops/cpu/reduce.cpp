@@ -32,10 +32,11 @@ double sum_of(Context& ctx, const T* x, std::int64_t n) {
 }  // namespace
 
 void cpu::sum_of_squares(Context& ctx, const SumOfSquares& a) {
-  with_storage(a.x.dtype, [&](auto storage) {
-    const double sum = sum_of(ctx, a.x.as<decltype(storage)>(), a.x.count());
-    if (!ctx.dry()) *a.sum.as<double>() += sum;
-  });
+  for (const ConstTensor& x : a.x)
+    with_storage(x.dtype, [&](auto storage) {
+      const double sum = sum_of(ctx, x.as<decltype(storage)>(), x.count());
+      if (!ctx.dry()) *a.sum.as<double>() += sum;
+    });
 }
 
 }  // namespace moetrain::ops

@@ -5,6 +5,7 @@
 
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/on_device.h"
 #include "tests/support/slope.h"
 #include "tests/support/tensors.h"
 
@@ -143,6 +144,93 @@ TEST_CASE("elementwise ops refuse tensors of other sizes or types", "[ops][cpu]"
   CHECK_THROWS_AS(ops::scale(ctx, ops::Scale{.factor = 2, .y = ids}), Error);
   CHECK_THROWS_AS(ops::sigmoid_gate(ctx, ops::SigmoidGateForward{.x = x, .gate = longer, .y = x}), Error);
   CHECK_THROWS_AS(ops::sigmoid_gate(ctx, ops::SigmoidGateBackward{.dy = x, .x = x, .gate = x, .dx = x, .dgate = half}), Error);
+}
+
+// Runs op(context, tensors) on copies of `in` on the device, `off` elements past an aligned address, and gives all of them back.
+template <class Op>
+std::vector<Tensor> on_cuda(Bench& b, const std::vector<Tensor>& in, std::int64_t off, Op op) {
+  test::DeviceBench d;
+  std::vector<Tensor> there, out;
+  for (const Tensor& host : in) {
+    const Tensor all = d.empty(host.dtype, {host.count() + off});
+    there.push_back(all.rows(off, all.count()).reshape(host.shape));
+    copy_to_device(Device::cuda, there.back().data, host.data, host.bytes());
+  }
+  op(d.context(), there);
+  CHECK(d.guards_hold());
+  for (const Tensor& t : there) out.push_back(d.to_host(b, t));
+  return out;
+}
+
+TEST_CASE("elementwise ops on CUDA give what the CPU gives, at any size and alignment", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  for (const DType from : {DType::f32, DType::bf16})
+    for (const DType to : {DType::f32, DType::bf16})
+      for (const std::int64_t n : {0, 1, 7, 2048, 100003})
+        for (const std::int64_t off : {0, 1}) {
+          CAPTURE(name_of(from), name_of(to), n, off);
+          Bench b;
+          const std::vector<Tensor> in{b.normal(from, {n}), b.normal(to, {n}), b.empty(to, {n}), b.empty(to, {n}), b.normal(to, {n})};
+          const auto op = [](ops::Context& ctx, const std::vector<Tensor>& t) {
+            ops::copy(ctx, ops::Copy{.x = t[0], .y = t[2]});
+            ops::sum(ctx, ops::Sum{.a = t[1], .b = t[4], .y = t[3]});
+            ops::sum(ctx, ops::Sum{.a = t[1], .b = t[4], .y = t[4]});
+            ops::add(ctx, ops::Add{.x = t[0], .y = t[1]});
+            ops::scale(ctx, ops::Scale{.factor = -1.5, .y = t[2]});
+          };
+          const auto got = on_cuda(b, in, off, op);
+          op(b.context(), in);
+          for (std::size_t i = 0; i < in.size(); ++i) CHECK(test::values_of(got[i]) == test::values_of(in[i]));
+        }
+}
+
+TEST_CASE("copy_columns on CUDA moves its columns and leaves the others", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  struct Case {
+    std::int64_t T, X, from, Y, to, width;
+  };
+  for (const DType type : {DType::f32, DType::bf16, DType::i32, DType::i64})
+    for (const Case& c : {Case{2, 3, 1, 4, 2, 2}, Case{100, 256, 64, 512, 128, 128}, Case{33, 700, 1, 701, 0, 600},
+                          Case{5, 8, 8, 8, 8, 0}, Case{0, 4, 0, 4, 0, 4}, Case{3, 20000, 3, 16001, 1, 16000}}) {
+      CAPTURE(name_of(type), c.T, c.X, c.Y, c.width);
+      Bench b;
+      const std::vector<Tensor> in{b.filled(type, {c.T, c.X}, [](std::int64_t i) { return i % 251; }),
+                                   b.filled(type, {c.T, c.Y}, [](std::int64_t i) { return -(i % 113); })};
+      const auto op = [&](ops::Context& ctx, const std::vector<Tensor>& t) {
+        ops::copy_columns(ctx, ops::CopyColumns{.x = t[0], .x_column = c.from, .y = t[1], .y_column = c.to, .width = c.width});
+      };
+      const auto got = on_cuda(b, in, 0, op);
+      op(b.context(), in);
+      CHECK(test::values_of(got[1]) == test::values_of(in[1]));
+    }
+}
+
+TEST_CASE("sigmoid_gate on CUDA is within rounding of the f64 reference, in place too", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  for (const DType type : {DType::f32, DType::bf16})
+    for (const std::int64_t n : {1, 4096, 20011}) {
+      CAPTURE(name_of(type), n);
+      Bench b;
+      const std::vector<Tensor> in{b.normal(type, {n}), b.normal(type, {n}, 3), b.normal(type, {n}),
+                                   b.empty(type, {n}),  b.empty(type, {n}),     b.empty(type, {n})};
+      std::vector<Tensor> wide;
+      for (const Tensor& t : in) wide.push_back(b.as(DType::f64, t));
+      const auto apart = [](ops::Context& ctx, const std::vector<Tensor>& t) {
+        ops::sigmoid_gate(ctx, ops::SigmoidGateForward{.x = t[0], .gate = t[1], .y = t[3]});
+        ops::sigmoid_gate(ctx, ops::SigmoidGateBackward{.dy = t[2], .x = t[0], .gate = t[1], .dx = t[4], .dgate = t[5]});
+      };
+      const auto in_place = [](ops::Context& ctx, const std::vector<Tensor>& t) {
+        ops::sigmoid_gate(ctx, ops::SigmoidGateForward{.x = t[0], .gate = t[1], .y = t[3]});
+        ops::sigmoid_gate(ctx, ops::SigmoidGateBackward{.dy = t[2], .x = t[0], .gate = t[1], .dx = t[2], .dgate = t[1]});
+        ops::sigmoid_gate(ctx, ops::SigmoidGateForward{.x = t[0], .gate = t[3], .y = t[0]});
+      };
+      const auto got = on_cuda(b, in, 0, apart), aliased = on_cuda(b, in, 0, in_place);
+      apart(b.context(), wide);
+      const double bound = type == DType::bf16 ? 4e-3 : 2e-6;
+      for (const std::size_t i : {3, 4, 5}) CHECK(test::difference(got[i], wide[i], bound) == "");
+      CHECK(test::values_of(aliased[2]) == test::values_of(got[4]));
+      CHECK(test::values_of(aliased[1]) == test::values_of(got[5]));
+    }
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/on_device.h"
 #include "tests/support/slope.h"
 #include "tests/support/tensors.h"
 
@@ -84,6 +85,37 @@ TEST_CASE("embedding refuses ids outside the table and tensors that do not fit",
   CHECK_THROWS_AS(ops::embedding(ctx, ops::EmbeddingForward{.ids = good, .table = table, .y = half}), Error);
   CHECK_THROWS_AS(ops::embedding(ctx, ops::EmbeddingForward{.ids = wide, .table = table, .y = y}), Error);
   CHECK_THROWS_AS(ops::embedding(ctx, ops::EmbeddingBackward{.ids = good, .dy = half, .dtable = half}), Error);
+}
+
+TEST_CASE("embedding on CUDA copies rows and adds gradients in the order of tokens, bit for bit as on the CPU", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  struct Size {
+    std::int64_t T, V, D;
+  };
+  // ids are few (long runs of equal ones), or as many as tokens
+  for (const DType type : {DType::f32, DType::bf16})
+    for (const auto& [T, V, D] : {Size{1, 1, 1}, Size{0, 5, 8}, Size{2000, 7, 65}, Size{3001, 163840, 64}, Size{700, 300, 2056},
+                                  Size{129, 2, 1}, Size{64, 1, 1024}}) {
+      CAPTURE(name_of(type), T, V, D);
+      Bench b;
+      const Tensor ids = b.filled(DType::i32, {T}, [v = V](std::int64_t t) { return std::int64_t(ops::uniform(4, 0, t) * double(v)); });
+      const Tensor dy = b.normal(type, {T, D}), table = b.normal(type, {V, D}), y = b.empty(type, {T, D});
+      const Tensor dtable = b.filled(DType::f32, {V, D}, [](std::int64_t i) { return i % 17; });
+      const auto on_cuda = [&] {
+        test::DeviceBench d;
+        const Tensor there = d.copy(ids), out = d.empty(type, y.shape), gradient = d.copy(dtable);
+        ops::embedding(d.context(), ops::EmbeddingForward{.ids = there, .table = d.copy(table), .y = out});
+        ops::embedding(d.context(), ops::EmbeddingBackward{.ids = there, .dy = d.copy(dy), .dtable = gradient});
+        CHECK(d.guards_hold());
+        return std::pair(d.to_host(b, out), d.to_host(b, gradient));
+      };
+      const auto got = on_cuda(), again = on_cuda();
+      ops::embedding(b.context(), ops::EmbeddingForward{.ids = ids, .table = table, .y = y});
+      ops::embedding(b.context(), ops::EmbeddingBackward{.ids = ids, .dy = dy, .dtable = dtable});
+      CHECK(test::values_of(got.first) == test::values_of(y));
+      CHECK(test::values_of(got.second) == test::values_of(dtable));
+      CHECK(test::values_of(again.second) == test::values_of(got.second));
+    }
 }
 
 }  // namespace

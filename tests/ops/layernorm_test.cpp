@@ -5,6 +5,7 @@
 
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/on_device.h"
 #include "tests/support/slope.h"
 #include "tests/support/tensors.h"
 
@@ -115,6 +116,58 @@ TEST_CASE("layernorm takes zero rows and refuses what does not fit", "[ops][cpu]
   CHECK_THROWS_AS(ops::layernorm(bench.context(), forward), Error);
   backward.db = bench.zeros(f64, {2});
   CHECK_THROWS_AS(ops::layernorm(bench.context(), backward), Error);
+}
+
+TEST_CASE("layernorm on CUDA is within rounding of the f64 reference and repeats its bits", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  struct Size {
+    std::int64_t T, D;
+  };
+  for (const auto type : {DType::f32, DType::bf16})
+    for (const auto& [T, D] : {Size{1, 1}, Size{3, 7}, Size{400, 129}, Size{2049, 128}, Size{37, 5000}, Size{0, 8}}) {
+      CAPTURE(name_of(type), T, D);
+      Bench bench(5);
+      const auto f32 = DType::f32, f64 = DType::f64;
+      const auto x = bench.normal(type, {T, D}, 2, 3), w = bench.normal(type, {D}), b = bench.normal(type, {D}),
+                 dy = bench.normal(type, {T, D}), before = bench.normal(f32, {D});
+      const auto args = [&](const std::vector<Tensor>& in, const std::vector<Tensor>& out) {
+        return std::pair(
+            ops::LayerNormForward{.x = in[0], .w = in[1], .b = in[2], .y = out[0], .mean = out[1], .r = out[2], .eps = 1e-5},
+            ops::LayerNormBackward{
+                .dy = in[3], .x = in[0], .w = in[1], .mean = out[1], .r = out[2], .dx = out[3], .dw = out[4], .db = out[5]});
+      };
+      const auto on_cuda = [&](bool in_place) {
+        DeviceBench d;
+        const std::vector<Tensor> in{d.copy(x), d.copy(w), d.copy(b), d.copy(dy)};
+        const std::vector<Tensor> out{d.empty(type, {T, D}),                       d.empty(f32, {T}), d.empty(f32, {T}),
+                                      in_place ? in[3] : d.empty(type, {T, D}), d.copy(before),    d.copy(before)};
+        const auto [forward, backward] = args(in, out);
+        ops::layernorm(d.context(), forward);
+        ops::layernorm(d.context(), backward);
+        std::vector<Tensor> host;
+        for (const Tensor& t : out) host.push_back(d.to_host(bench, t));
+        CHECK(d.guards_hold());
+        return host;
+      };
+      const std::vector<Tensor> in{bench.as(f64, x), bench.as(f64, w), bench.as(f64, b), bench.as(f64, dy)};
+      const std::vector<Tensor> want{bench.empty(f64, {T, D}), bench.empty(f64, {T}),    bench.empty(f64, {T}),
+                                     bench.empty(f64, {T, D}), bench.as(f64, before), bench.as(f64, before)};
+      const auto [forward, backward] = args(in, want);
+      ops::layernorm(bench.context(), forward);
+      ops::layernorm(bench.context(), backward);
+      const auto got = on_cuda(false);
+      for (std::size_t i = 0; i < got.size(); ++i) {
+        CAPTURE(i);
+        if (got[i].count() == 0) continue;
+        // Rows of one element have a dx of nothing but rounding.
+        CHECK(difference(got[i], want[i], got[i].dtype == DType::bf16 ? 4e-3 : 1e-4, D == 1 ? 1e-4 : 0) == "");
+      }
+      for (int run = 0; run < 20; ++run) {
+        const auto again = on_cuda(run % 2 == 1);
+        for (std::size_t i = 0; i < got.size(); ++i)
+          CHECK((got[i].count() == 0 || std::memcmp(again[i].data, got[i].data, std::size_t(got[i].bytes())) == 0));
+      }
+    }
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/on_device.h"
 #include "tests/support/slope.h"
 
 using namespace moetrain;
@@ -189,4 +190,81 @@ TEST_CASE("permute refuses what does not fit", "[ops][cpu]") {
   CHECK_THROWS_AS(ops::collect_rows(ctx, ops::CollectRowsBackward{x, rows, s.slot_row, w, x, w}), Error);
   CHECK_THROWS_AS(ops::move_rows(ctx, ops::MoveRows{.x = x, .to = b.of(DType::i64, {3}, {0, 1, 3}), .y = x}), Error);
   CHECK_THROWS_AS(ops::move_rows(ctx, ops::MoveRows{.x = x, .to = b.of(DType::i64, {2}, {0, 1}), .y = x}), Error);
+}
+
+TEST_CASE("sort_slots on CUDA places every slot as the CPU does", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  struct Size {
+    std::int64_t T, K, E;
+  };
+  const bool all_to_one = GENERATE(false, true);
+  for (const auto [T, K, E] : {Size{1, 1, 1}, Size{0, 3, 4}, Size{13, 3, 7}, Size{101, 4, 200}, Size{4096, 1, 3}, Size{4097, 1, 64},
+                               Size{2500, 16, 896}, Size{40001, 8, 1024}}) {
+    CAPTURE(T, K, E, all_to_one);
+    Bench b;
+    const auto s = sorted(b, T, K, E, [&, n = E](auto t, auto k) { return all_to_one ? n / 2 : scattered(t, k, n); });
+    test::DeviceBench d;
+    const auto experts = d.copy(s.experts), slot_row = d.empty(DType::i64, {T, K}), counts = d.empty(DType::i64, {E}),
+               offsets = d.empty(DType::i64, {E + 1});
+    ops::sort_slots(d.context(), ops::SortSlots{.experts = experts, .slot_row = slot_row, .counts = counts, .offsets = offsets});
+    CHECK(test::values_of(d.to_host(b, slot_row)) == test::values_of(s.slot_row));
+    CHECK(test::values_of(d.to_host(b, counts)) == test::values_of(s.counts));
+    auto first = test::values_of(s.counts);
+    first.insert(first.begin(), 0);
+    for (std::size_t e = 1; e < first.size(); ++e) first[e] += first[e - 1];
+    CHECK(test::values_of(d.to_host(b, offsets)) == first);
+    ops::sort_slots(d.context(), ops::SortSlots{.experts = experts, .slot_row = slot_row, .counts = counts});
+    CHECK(test::values_of(d.to_host(b, slot_row)) == test::values_of(s.slot_row));
+    CHECK(d.guards_hold());
+  }
+}
+
+TEST_CASE("rows on CUDA are spread, moved, collected and given their gradients as in f64", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  struct Size {
+    std::int64_t T, K, D;
+  };
+  const auto dtype = GENERATE(DType::f32, DType::bf16);
+  for (const auto [T, K, D] : {Size{1, 1, 1}, Size{0, 2, 8}, Size{33, 5, 277}, Size{257, 8, 128}, Size{100, 16, 1032}, Size{19, 3, 7168}}) {
+    CAPTURE(int(dtype), T, K, D);
+    Bench b(6);
+    const auto s = sorted(b, T, K, 6, [](auto t, auto k) { return scattered(t, k, 6); });
+    const auto x = b.normal(dtype, {T, D}), rows = b.normal(dtype, {T * K, D}), dy = b.normal(dtype, {T, D}),
+               weights = b.uniform(DType::f32, {T, K}, 0, 1);
+    const auto run = [&](ops::Context& ctx, auto take, auto empty, DType type) {
+      const auto real = real_of(type);
+      const auto slot_row = take(s.slot_row, DType::i64), to = slot_row.reshape({T * K});
+      const auto in = take(rows, type), w = take(weights, real), g = take(dy, type);
+      const std::vector<Tensor> out{empty(type, {T * K, D}), empty(type, {T * K, D}), empty(type, {T * K, D}), empty(type, {T, D}),
+                                    empty(type, {T, D}),     empty(type, {T * K, D}), empty(real, {T, K})};
+      ops::spread_rows(ctx, ops::SpreadRows{.x = take(x, type), .slot_row = slot_row, .rows = out[0]});
+      ops::move_rows(ctx, ops::MoveRows{.x = in, .to = to, .y = out[1]});
+      ops::move_rows(ctx, ops::MoveRows{.x = in, .to = to, .gather = true, .y = out[2]});
+      ops::collect_rows(ctx, ops::CollectRows{.rows = in, .slot_row = slot_row, .weights = w, .y = out[3]});
+      ops::collect_rows(ctx, ops::CollectRows{.rows = in, .slot_row = slot_row, .y = out[4]});
+      ops::collect_rows(ctx, ops::CollectRowsBackward{
+                                 .dy = g, .rows = in, .slot_row = slot_row, .weights = w, .drows = out[5], .dweights = out[6]});
+      const auto in_place = take(rows, type), again = empty(real, {T, K});
+      ops::collect_rows(ctx, ops::CollectRowsBackward{
+                                 .dy = g, .rows = in_place, .slot_row = slot_row, .weights = w, .drows = in_place, .dweights = again});
+      auto all = out;
+      all.push_back(in_place), all.push_back(again);
+      return all;
+    };
+    test::DeviceBench d;
+    const auto there = run(d.context(), [&](ConstTensor t, DType) { return d.copy(t); },
+                           [&](DType type, Shape shape) { return d.empty(type, shape); }, dtype);
+    const auto want = run(b.context(), [&](ConstTensor t, DType type) { return b.as(type, t); },
+                          [&](DType type, Shape shape) { return b.empty(type, shape); }, DType::f64);
+    CHECK(d.guards_hold());
+    if (T == 0) continue;
+    std::vector<Tensor> got;
+    for (const auto& t : there) got.push_back(d.to_host(b, t));
+    for (std::size_t i = 0; i < 3; ++i) CHECK(test::values_of(got[i]) == test::values_of(want[i]));
+    const double bound = dtype == DType::bf16 ? 4e-3 : 1e-6;
+    for (std::size_t i = 3; i < 6; ++i) CHECK(difference(got[i], want[i], bound) == "");
+    CHECK(difference(got[6], want[6], 1e-5) == "");
+    CHECK(test::values_of(got[7]) == test::values_of(got[5]));
+    CHECK(test::values_of(got[8]) == test::values_of(got[6]));
+  }
 }
