@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "io/pattern.h"
 #include "ops/random.h"
 
 namespace moetrain::core {
@@ -26,7 +27,7 @@ void ParamTable::freeze_all_but(const std::vector<std::string>& patterns) {
   for (Param& p : params_) {
     bool wanted = false;
     for (std::size_t i = 0; i < patterns.size(); ++i)
-      if (matches(patterns[i], p.name)) used[i] = wanted = true;
+      if (io::matches(patterns[i], p.name)) used[i] = wanted = true;
     p.frozen = !wanted;
     p.trainable = p.trainable && wanted;
   }
@@ -78,26 +79,6 @@ void initialize_rows(const Param& p, double initializer_range, std::uint64_t see
     else
       static_cast<bf16*>(to.data)[i] = bf16(v);
   }
-}
-
-bool matches(const std::string& pattern, const std::string& name) {
-  std::size_t p = 0, n = 0, star = std::string::npos, resume = 0;
-  while (n < name.size()) {
-    if (p < pattern.size() && (pattern[p] == '?' || pattern[p] == name[n])) {
-      ++p;
-      ++n;
-    } else if (p < pattern.size() && pattern[p] == '*') {
-      star = p++;
-      resume = n;
-    } else if (star != std::string::npos) {
-      p = star + 1;
-      n = ++resume;
-    } else {
-      return false;
-    }
-  }
-  while (p < pattern.size() && pattern[p] == '*') ++p;
-  return p == pattern.size();
 }
 
 }  // namespace moetrain::core

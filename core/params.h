@@ -42,7 +42,7 @@ class ParamTable {
   const std::vector<Param>& all() const { return params_; }
   const Param& operator[](int i) const { return params_[std::size_t(i)]; }
   int size() const { return int(params_.size()); }
-  void freeze_all_but(const std::vector<std::string>& patterns);  // * and ?; a pattern that matches nothing is an Error
+  void freeze_all_but(const std::vector<std::string>& patterns);  // io/pattern.h; one that matches nothing is an Error
   std::int64_t count() const;                                     // elements
 
  private:
@@ -54,7 +54,5 @@ class ParamTable {
 double initial_value(const Param& p, double initializer_range, std::uint64_t seed, std::int64_t index);
 // Writes rows of the whole tensor's dim 0 into `to` (host memory, any floating type).
 void initialize_rows(const Param& p, double initializer_range, std::uint64_t seed, parallel::Rows rows, Tensor to);
-
-bool matches(const std::string& pattern, const std::string& name);  // * any run of characters, ? any one
 
 }  // namespace moetrain::core

@@ -15,6 +15,7 @@
 #include "core/together.h"
 #include "core/trainer.h"
 #include "io/files.h"
+#include "io/folders.h"
 #include "io/run_log.h"
 
 namespace moetrain::core {
@@ -147,7 +148,7 @@ class Run {
     std::string from;
     together(control_, [&] {
       if (!main_rank()) return;
-      fs::create_directories(config_.run.dir);
+      io::make_folder(config_.run.dir);
       lock_ = io::lock_file(config_.run.dir + "/.lock", "another run is using this run.dir");
       const std::string latest = latest_checkpoint(checkpoints_);
       if (options_.resume == "auto") {
@@ -172,7 +173,7 @@ class Run {
 
   void open_run_folder() {
     if (!main_rank()) return;
-    fs::create_directories(checkpoints_);
+    io::make_folder(checkpoints_);
     log_file_.emplace(config_.run.dir + "/log.txt");
     io::remove_exit(config_.run.dir);
     io::write_text_atomically(config_.run.dir + "/job.yaml", io::to_yaml(config_to_yaml(config_)));

@@ -1,12 +1,11 @@
 // batch_source.cpp -- lays the files end to end as one stream, cuts it into windows and finds the window of any sequence number.
 #include "io/batch_source.h"
 
-#include <fnmatch.h>
-
 #include <algorithm>
 #include <filesystem>
 
-#include "io/files.h"
+#include "io/folders.h"
+#include "io/pattern.h"
 #include "io/permutation.h"
 #include "io/token_file.h"
 #include "memory/check.h"
@@ -30,11 +29,13 @@ std::vector<std::string> files_of(const std::vector<std::string>& paths, const s
     }
     const auto before = files.size();
     for (auto& file : files_of_folder(path)) {
-      const auto name = fs::path(file).filename();
-      const bool excluded = std::any_of(exclude.begin(), exclude.end(), [&](const std::string& pattern) { return fnmatch(pattern.c_str(), name.c_str(), 0) == 0; });
-      const auto inside = fs::path(file).lexically_relative(path);
-      const bool hidden = std::any_of(inside.begin(), inside.end(), [](const fs::path& part) { return part.string()[0] == '.'; });
-      if (!hidden && !excluded && fs::file_size(file) > 0) files.push_back(std::move(file));
+      const std::string name = fs::path(file).filename();
+      const bool excluded =
+          std::any_of(exclude.begin(), exclude.end(), [&](const auto& pattern) { return matches(pattern, name); });
+      if (excluded) continue;
+      const bool empty = fs::file_size(file, failed) == 0;
+      if (failed) throw Error(file + ": cannot open: " + failed.message());
+      if (!empty) files.push_back(std::move(file));
     }
     if (files.size() == before) throw Error(path + ": the folder holds no file with contents");
   }

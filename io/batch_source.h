@@ -6,8 +6,9 @@
 // shuffle false keeps the stream's order. Sequence n is window order(n mod W) of epoch n / W.
 // labels[t] is the token after t where that lies in the same document (also past the window's end), else -100. A token file's own
 // labels stand beside its tokens, as Hugging Face data has them, and replace the ids: labels[t] is the file's label of the token
-// after t. There is no padding. Hidden files of a folder (names that begin with a dot) and empty files of a folder are skipped.
-// A path that does not exist is a fault of the job; bad contents are a fault of the run. One thread may read at a time.
+// after t. There is no padding. Hidden files of a folder (names that begin with a dot) and empty files of a folder are skipped;
+// links of a folder are followed (io/folders.h). A path that does not exist is a fault of the job; bad contents are a fault of the
+// run. One thread may read at a time.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -19,14 +20,14 @@ namespace moetrain::io {
 enum class DataFormat : std::uint8_t { bytes, tokens };
 
 struct DataOptions {
-  std::vector<std::string> paths;  // files or folders; folders in the order of their names, symbolic links skipped
+  std::vector<std::string> paths;  // files or folders; a folder stands for its files in the order of files_of_folder
   DataFormat format = DataFormat::bytes;
   std::int64_t sequence_length = 0;
   bool packing = true;
   bool shuffle = true;
   std::uint64_t seed = 0;
-  std::vector<std::string> exclude;  // names of files left out of folders; * and ? as in a shell
-  std::int64_t vocab_size = 0;  // ids outside are an error that names file and position
+  std::vector<std::string> exclude;  // patterns (io/pattern.h) of names of files left out of folders
+  std::int64_t vocab_size = 0;       // ids outside are an error that names file and position
 };
 
 struct Batch {

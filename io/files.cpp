@@ -8,7 +8,6 @@
 #include <unistd.h>
 #include <zlib.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -110,17 +109,6 @@ Checksum checksum_of_file(const std::string& path) {
     sum.bytes += n;
     if (n < kBlockBytes) return sum;
   }
-}
-
-std::vector<std::string> files_of_folder(const std::string& path) {
-  namespace fs = std::filesystem;
-  std::vector<fs::path> found;
-  std::error_code failed;
-  for (fs::recursive_directory_iterator entry(path, failed), end; !failed && entry != end; entry.increment(failed))
-    if (entry->symlink_status(failed).type() == fs::file_type::regular) found.push_back(entry->path());
-  if (failed) refuse(path, "list", failed.value());
-  std::sort(found.begin(), found.end());
-  return {found.begin(), found.end()};
 }
 
 Descriptor lock_file(const std::string& path, const std::string& refusal) {

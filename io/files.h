@@ -1,5 +1,4 @@
-// files.h -- plain files: read whole, replaced whole, appended to, listed and summed up; every failure names the path and its
-// cause.
+// files.h -- plain files: read whole, replaced whole, appended to and summed up; every failure names the path and its cause.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -32,10 +31,6 @@ struct Checksum {
   bool operator==(const Checksum&) const = default;
 };
 Checksum checksum_of_file(const std::string& path);
-
-// Regular files below a folder, at any depth, in the order of their paths. Symbolic links are skipped, so that no file is met
-// twice.
-std::vector<std::string> files_of_folder(const std::string& path);
 
 // A file opened and closed for one read, because a folder may hold more files than a process may keep open.
 void read_bytes(const std::string& path, std::int64_t begin, std::int64_t count, std::uint8_t* out);

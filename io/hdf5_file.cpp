@@ -1,50 +1,19 @@
-// hdf5_file.cpp -- the only caller of the HDF5 library: every status checked, every handle owned.
+// hdf5_file.cpp -- data sets, rows, attributes and texts of one file; its virtual data sets are in hdf5_virtual.cpp.
 #include "io/hdf5_file.h"
 
-#include <hdf5.h>
 #include <spdlog/spdlog.h>
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
-#include <limits>
 
 #include "io/hdf5_disk.h"
-#include "memory/check.h"
+#include "io/hdf5_types.h"
 
 namespace moetrain::io {
 
 namespace {
-
-void release_id(hid_t id) noexcept {
-  if (H5Idec_ref(id) < 0) spdlog::warn("HDF5: a handle could not be released");
-}
-using Id = Handle<hid_t, release_id, hid_t{-1}>;
-
-// The innermost entry of the library's error stack: what really happened.
-std::string reason() {
-  std::string text;
-  H5Ewalk2(
-      H5E_DEFAULT, H5E_WALK_UPWARD,
-      [](unsigned n, const H5E_error2_t* entry, void* out) -> herr_t {
-        if (n == 0 && entry->desc != nullptr) *static_cast<std::string*>(out) = entry->desc;
-        return 0;
-      },
-      &text);
-  H5Eclear2(H5E_DEFAULT);
-  return text.empty() ? "no reason given" : text;
-}
-
-template <class Status>
-Status h5_ok(Status status, const std::string& path, const std::string& what) {
-  if (status < 0) throw Error(path + ": cannot " + what + ": HDF5: " + reason());
-  return status;
-}
-
-Id own(hid_t id, const std::string& path, const std::string& what) { return Id(h5_ok(id, path, what)); }
 
 // The library prints its error stack otherwise, and the reason is in our Error; and its cleanup at exit walks over what a failed
 // close left behind, while our files have owners that close them.
@@ -53,120 +22,18 @@ void tame_library() {
   if (!tame) fail("hdf5: automatic error printing or cleanup cannot be turned off");
 }
 
-Id bf16_type() {
-  Id type(H5Tcopy(H5T_IEEE_F32LE));
-  // The fields must lie inside the type at every moment, so they shrink first.
-  const bool made = type.get() >= 0 && H5Tset_fields(type.get(), 15, 7, 8, 0, 7) >= 0 && H5Tset_precision(type.get(), 16) >= 0 &&
-                    H5Tset_size(type.get(), 2) >= 0 && H5Tset_ebias(type.get(), 127) >= 0;
-  if (!made) throw Error("HDF5: cannot make the bf16 type: " + reason());
-  return type;
-}
-
-Id type_for(DType dtype) {
-  switch (dtype) {
-    case DType::f64:
-      return Id(H5Tcopy(H5T_IEEE_F64LE));
-    case DType::f32:
-      return Id(H5Tcopy(H5T_IEEE_F32LE));
-    case DType::bf16:
-      return bf16_type();
-    case DType::i64:
-      return Id(H5Tcopy(H5T_STD_I64LE));
-    case DType::i32:
-      return Id(H5Tcopy(H5T_STD_I32LE));
-    case DType::u8:
-      return Id(H5Tcopy(H5T_STD_U8LE));
-    case DType::none:
-      break;
-  }
-  fail("hdf5: a tensor without a type");
-}
-
-DType dtype_of(hid_t type) {
-  for (const DType dtype : {DType::f32, DType::bf16, DType::f64, DType::i64, DType::i32, DType::u8})
-    if (H5Tequal(type, type_for(dtype).get()) > 0) return dtype;
-  return DType::none;
-}
-
-std::string words_for(hid_t type) {
-  if (const DType known = dtype_of(type); known != DType::none) return name_of(known);
-  const std::string bits = std::to_string(H5Tget_size(type) * 8);
-  switch (H5Tget_class(type)) {
-    case H5T_INTEGER:
-      return (H5Tget_sign(type) == H5T_SGN_NONE ? "uint" : "int") + bits;
-    case H5T_FLOAT:
-      return "a float of " + bits + " bits";
-    case H5T_STRING:
-      return "text";
-    default:
-      return "a compound or other type";
-  }
-}
-
-struct Extent {  // the sizes of a data space
-  int rank = 0;
-  std::array<hsize_t, H5S_MAX_RANK> dims{};
-};
-
-Extent extent_of(const Shape& shape) {
-  Extent extent{shape.rank(), {}};
-  for (int i = 0; i < shape.rank(); ++i) extent.dims[std::size_t(i)] = hsize_t(shape[i]);
-  return extent;
-}
-
-Extent extent_of(hid_t space, const std::string& path) {
-  Extent extent;
-  extent.rank = h5_ok(H5Sget_simple_extent_ndims(space), path, "ask for a shape");
-  h5_ok(H5Sget_simple_extent_dims(space, extent.dims.data(), nullptr), path, "ask for a shape");
-  return extent;
-}
-
-Shape shape_of(const Extent& extent) {
-  const auto d = [&](int i) { return std::int64_t(extent.dims[std::size_t(i)]); };
-  switch (extent.rank) {
-    case 0:
-      return {};
-    case 1:
-      return {d(0)};
-    case 2:
-      return {d(0), d(1)};
-    case 3:
-      return {d(0), d(1), d(2)};
-    case 4:
-      return {d(0), d(1), d(2), d(3)};
-    default:
-      fail("hdf5: a data set of more than four dims", {{"dims", extent.rank}});
-  }
-}
-
-Id space_for(const Extent& extent) {
-  if (extent.rank == 0) return Id(H5Screate(H5S_SCALAR));
-  return Id(H5Screate_simple(extent.rank, extent.dims.data(), nullptr));
-}
-
-void select_rows(hid_t space, const Extent& all, std::int64_t begin, std::int64_t count, const std::string& path) {
-  std::array<hsize_t, H5S_MAX_RANK> start{};
-  auto block = all.dims;
-  start[0] = hsize_t(begin);
-  block[0] = hsize_t(count);
-  h5_ok(H5Sselect_hyperslab(space, H5S_SELECT_SET, start.data(), nullptr, block.data(), nullptr), path, "select rows");
-}
-
-// A file that is only read keeps the library's own driver: sources of a virtual data set are opened with that one, and one process
-// cannot hold a file open by two drivers (the source would read as fill).
+// The library opens the sources of a virtual data set by itself, with its own driver, weak closing and its own way of locking, and
+// one process cannot hold a file in two ways (the source would read as fill). So a file that is only read is opened as the library
+// would; it keeps some sources open, or each would be opened anew at every read.
 Id file_access(bool writes) {
+  constexpr unsigned kSourcesKeptOpen = 16;
   Id access(H5Pcreate(H5P_FILE_ACCESS));
-  if (H5Pset_fclose_degree(access.get(), H5F_CLOSE_STRONG) < 0 || H5Pset_file_locking(access.get(), false, true) < 0)
+  const herr_t set =
+      writes ? H5Pset_file_locking(access.get(), false, true) : H5Pset_elink_file_cache_size(access.get(), kSourcesKeptOpen);
+  if (set < 0 || H5Pset_fclose_degree(access.get(), writes ? H5F_CLOSE_STRONG : H5F_CLOSE_WEAK) < 0)
     throw Error("HDF5: cannot set how files are opened: " + reason());
   if (writes) use_disk(access.get());
   return access;
-}
-
-Id link_creation() {
-  Id links(H5Pcreate(H5P_LINK_CREATE));
-  if (H5Pset_create_intermediate_group(links.get(), 1) < 0 || H5Pset_char_encoding(links.get(), H5T_CSET_UTF8) < 0)
-    throw Error("HDF5: cannot set how names are made: " + reason());
-  return links;
 }
 
 Id variable_text() {
@@ -343,6 +210,7 @@ std::vector<std::int64_t> Hdf5File::read_integers(const std::string& name, std::
   std::vector<std::int64_t> values(static_cast<std::size_t>(count));
   if (count == 0) return values;
   select_rows(space.get(), all, begin, count, path_);
+  check_sources(name, dataset.get(), begin, begin + count);
   const Id memory = space_for(extent_of(Shape{count}));
   h5_ok(H5Dread(dataset.get(), H5T_NATIVE_INT64, memory.get(), space.get(), H5P_DEFAULT, values.data()), path_, "read " + name);
   return values;
@@ -392,61 +260,6 @@ void Hdf5File::append_row(const std::string& name, ConstTensor row) {
         {{"row", row.count()}, {"needed", shape.rank() > 0 ? shape.row() : 0}});
   set_rows(name, shape[0] + 1);
   write_rows(name, shape[0], row.reshape(shape.with_dim0(1)));
-}
-
-void Hdf5File::create_virtual(const std::string& name, DType dtype, Shape shape, const std::vector<VirtualSource>& sources) {
-  check(shape.rank() > 0, "hdf5: a virtual data set has rows");
-  const Id type = type_for(dtype);
-  const Id layout(H5Pcreate(H5P_DATASET_CREATE));
-  const double nan = std::numeric_limits<double>::quiet_NaN();
-  if (H5Tget_class(type.get()) == H5T_FLOAT)
-    h5_ok(H5Pset_fill_value(layout.get(), H5T_NATIVE_DOUBLE, &nan), path_, "set the fill value of " + name);
-  const Extent all = extent_of(shape);
-  for (const auto& source : sources) {
-    check(source.row_begin >= 0 && source.rows >= 0 && source.row_begin + source.rows <= shape[0],
-          "hdf5: rows of a source lie outside the virtual data set",
-          {{"row_begin", source.row_begin}, {"rows", source.rows}, {"of", shape[0]}});
-    if (source.rows == 0) continue;
-    const Id here = space_for(all), there = space_for(extent_of(shape.with_dim0(source.rows)));
-    select_rows(here.get(), all, source.row_begin, source.rows, path_);
-    h5_ok(H5Pset_virtual(layout.get(), here.get(), source.file.c_str(), source.dataset.c_str(), there.get()), path_,
-          "map " + name + " to " + source.file);
-  }
-  own(H5Dcreate2(file_.get(), name.c_str(), type.get(), space_for(all).get(), link_creation().get(), layout.get(), H5P_DEFAULT),
-      path_, "create " + name);
-}
-
-// The library reads a missing source as fill without a word; so each is looked at before its rows are read.
-void Hdf5File::check_sources(const std::string& name, std::int64_t dataset, std::int64_t row_begin, std::int64_t row_end) const {
-  const Id layout = own(H5Dget_create_plist(dataset), path_, "ask for the layout of " + name);
-  if (H5Pget_layout(layout.get()) != H5D_VIRTUAL) return;
-  std::size_t count = 0;
-  h5_ok(H5Pget_virtual_count(layout.get(), &count), path_, "ask for the sources of " + name);
-  for (std::size_t i = 0; i < count; ++i) {
-    const Id part = own(H5Pget_virtual_vspace(layout.get(), i), path_, "ask for the sources of " + name);
-    std::array<hsize_t, H5S_MAX_RANK> first{}, last{};
-    h5_ok(H5Sget_select_bounds(part.get(), first.data(), last.data()), path_, "ask for the sources of " + name);
-    if (std::int64_t(last[0]) < row_begin || std::int64_t(first[0]) >= row_end) continue;
-    const auto text_of = [&](auto ask) {
-      const auto length = h5_ok(ask(layout.get(), i, nullptr, std::size_t{0}), path_, "ask for the sources of " + name);
-      std::string text(std::size_t(length) + 1, '\0');
-      h5_ok(ask(layout.get(), i, text.data(), text.size()), path_, "ask for the sources of " + name);
-      text.pop_back();
-      return text;
-    };
-    const std::string source = text_of(H5Pget_virtual_filename), inside = text_of(H5Pget_virtual_dsetname);
-    if (!sources_seen_.insert(source + '\0' + inside).second) continue;
-    try {
-      const auto file = open((std::filesystem::path(path_).parent_path() / source).string());
-      const Shape found = file.info(inside).shape;
-      const std::int64_t rows = std::int64_t(last[0] - first[0]) + 1;
-      if (found.rank() == 0 || found[0] < rows)
-        throw Error(file.path() + ": " + inside + " is " + found.text() + ", " + std::to_string(rows) + " rows are needed");
-    } catch (const Error& wrong) {
-      sources_seen_.erase(source + '\0' + inside);
-      throw Error(path_ + ": " + name + " has a part that cannot be read: " + wrong.what());
-    }
-  }
 }
 
 void Hdf5File::set_attribute(const std::string& name, std::int64_t value) {

@@ -34,7 +34,7 @@ struct VirtualSource {
 void close_hdf5_file(std::int64_t file) noexcept;
 
 // Every failure is an Error that names the file, the data set and the library's own reason. A '/' in a name makes groups, a dot
-// means nothing. Files are not locked: each has one writer by design, and readers may look on while it grows.
+// means nothing. Writers do not lock: each file has one by design, and readers may look on while it grows.
 class Hdf5File {
  public:
   static Hdf5File create(const std::string& path);  // replaces what is there
@@ -63,6 +63,8 @@ class Hdf5File {
 
   // Reads of rows whose source file or data set is missing or too small are an Error; rows of no source are NaN (integers: 0).
   void create_virtual(const std::string& name, DType dtype, Shape shape, const std::vector<VirtualSource>& sources);
+  // Every value was written, here or in a source, and sources of sources likewise: else the library would read fill for it.
+  void check_complete(const std::string& name) const { check_complete(name, 0); }
 
   void set_attribute(const std::string& name, std::int64_t value);  // of the root; replaces
   void set_attribute(const std::string& name, const std::string& value);
@@ -78,6 +80,7 @@ class Hdf5File {
   std::vector<std::string> links(const std::string& group, int kind) const;
   void transfer(const std::string& name, std::int64_t row_begin, const Shape& rows, bool whole, DType dtype, void* to,
                 const void* from) const;
+  void check_complete(const std::string& name, int depth) const;
   void check_sources(const std::string& name, std::int64_t dataset, std::int64_t row_begin, std::int64_t row_end) const;
 
   std::string path_;

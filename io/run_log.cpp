@@ -13,6 +13,8 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "io/folders.h"
+
 namespace moetrain::io {
 
 namespace {
@@ -77,9 +79,7 @@ std::string number_text(double value) {
 RunLog::RunLog(const std::string& dir, std::vector<std::string> columns, std::int64_t layers, std::int64_t experts)
     : dir_(dir), columns_(std::move(columns)), layers_(layers), experts_(experts) {
   check(!columns_.empty() && columns_[0] == "step", "run log: the first column is step");
-  std::error_code failed;
-  std::filesystem::create_directories(dir, failed);
-  if (failed) throw Error(dir + ": cannot make the folder: " + failed.message());
+  make_folder(dir);
 }
 
 std::int64_t RunLog::resume_after(std::int64_t step) {

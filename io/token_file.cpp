@@ -1,8 +1,6 @@
 // token_file.cpp -- checks what a data file claims about itself when it is opened, and every id when it is read.
 #include "io/token_file.h"
 
-#include <spdlog/spdlog.h>
-
 #include <algorithm>
 #include <filesystem>
 
@@ -17,6 +15,7 @@ std::int64_t rows_of(const Hdf5File& file, const std::string& name) {
   const auto info = file.info(name);
   if (!info.integers || info.shape.rank() != 1)
     throw Error(file.path() + ": " + name + " is " + info.type + " " + info.shape.text() + ", integers of one dim are needed");
+  file.check_complete(name);
   return info.shape[0];
 }
 
@@ -42,6 +41,9 @@ TokenFile TokenFile::open_tokens(const std::string& path, std::int64_t vocab_siz
   opened.hdf5_ = Hdf5File::open(path);
   const Hdf5File& file = *opened.hdf5_;
   if (!file.has("tokens")) throw Error(path + ": not a token file: there is no data set tokens");
+  if (const auto claimed = file.integer_attribute("vocab_size"); claimed && (*claimed < 1 || *claimed > vocab_size))
+    throw Error(path + ": made for a vocabulary of " + std::to_string(*claimed) + " (attribute vocab_size), the model's has " +
+                std::to_string(vocab_size));
   opened.tokens_ = rows_of(file, "tokens");
   if (opened.tokens_ == 0) throw Error(path + ": empty: it holds no tokens");
   opened.vocab_size_ = vocab_size;
@@ -50,8 +52,6 @@ TokenFile TokenFile::open_tokens(const std::string& path, std::int64_t vocab_siz
   if (opened.has_labels_)
     if (const auto labels = rows_of(file, "labels"); labels != opened.tokens_)
       throw Error(path + ": labels has " + std::to_string(labels) + " values, tokens " + std::to_string(opened.tokens_));
-  if (const auto claimed = file.integer_attribute("vocab_size"); claimed && *claimed > vocab_size)
-    spdlog::warn("{}: made for a vocabulary of {}, the model has {}", path, *claimed, vocab_size);
   return opened;
 }
 

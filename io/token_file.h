@@ -16,7 +16,8 @@ inline constexpr std::int32_t kIgnored = -100;       // a label that does not co
 // Ids that lie outside the vocabulary are an Error with file and position, at the moment they are read.
 class TokenFile {
  public:
-  // HDF5: `tokens` (1-D integers), optional `documents` (1-D, first token of each), optional `labels` (beside the tokens).
+  // HDF5: `tokens` (1-D integers), optional `documents` (1-D, first token of each), optional `labels` (beside the tokens), optional
+  // attribute `vocab_size` (the tokenizer's, at most the model's). Data sets with rows that nobody wrote are refused.
   static TokenFile open_tokens(const std::string& path, std::int64_t vocab_size);
   static TokenFile open_bytes(const std::string& path);  // any file: one document, closed by kEndOfDocument
 

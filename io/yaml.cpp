@@ -1,6 +1,7 @@
 // yaml.cpp -- builds the tree from yaml-cpp's events, since its own nodes forget repeated keys; and writes it back.
 #include "io/yaml.h"
 
+#include <yaml-cpp/depthguard.h>
 #include <yaml-cpp/eventhandler.h>
 #include <yaml-cpp/yaml.h>
 
@@ -17,15 +18,12 @@ namespace {
 
 class TreeBuilder : public YAML::EventHandler {
  public:
-  explicit TreeBuilder(std::string name) : name_(std::move(name)) {}
+  explicit TreeBuilder(std::vector<YamlFault>& faults) : faults_(faults) {}
 
   YamlNode take() { return std::move(root_); }
-  [[noreturn]] void refuse(int line, const std::string& why) const {
-    throw Error(name_ + ":" + std::to_string(line) + ": " + why, ExitCode::bad_job);
-  }
 
   void OnDocumentStart(const YAML::Mark& mark) override {
-    if (documents_++ > 0) refuse(mark.line + 1, "a second document; one is expected");
+    if (++documents_ == 2) faults_.push_back({mark.line + 1, "a second document; one is expected"});
   }
   void OnDocumentEnd() override {}
   void OnNull(const YAML::Mark& mark, YAML::anchor_t anchor) override {
@@ -39,8 +37,8 @@ class TreeBuilder : public YAML::EventHandler {
   }
   void OnAlias(const YAML::Mark& mark, YAML::anchor_t anchor) override {
     const auto known = anchored_.find(anchor);
-    if (known == anchored_.end()) refuse(mark.line + 1, "an alias stands inside the value it repeats");
-    open_.push_back({known->second, YAML::NullAnchor, {}, false});
+    if (known == anchored_.end()) faults_.push_back({mark.line + 1, "an alias stands inside the value it repeats"});
+    open_.push_back({known == anchored_.end() ? YamlNode{} : known->second, YAML::NullAnchor, {}, false});
     open_.back().node.line = mark.line + 1;
     end();
   }
@@ -75,31 +73,62 @@ class TreeBuilder : public YAML::EventHandler {
     open_.pop_back();
     if (done.anchor != YAML::NullAnchor) anchored_[done.anchor] = done.node;
     if (open_.empty()) {
-      root_ = std::move(done.node);
+      if (documents_ == 1) root_ = std::move(done.node);
       return;
     }
     Open& parent = open_.back();
     if (parent.node.kind == YamlNode::list) {
       parent.node.items.push_back(std::move(done.node));
     } else if (!parent.has_key) {
-      if (done.node.kind != YamlNode::scalar) refuse(done.node.line, "a key must be a plain text");
-      if (const auto* first = parent.node.find(done.node.text))
-        refuse(done.node.line, "key " + done.node.text + " is given twice (first in line " + std::to_string(first->key_line) + ")");
+      if (done.node.kind != YamlNode::scalar) faults_.push_back({done.node.line, "a key must be a plain text"});
       parent.key = std::move(done.node);
       parent.has_key = true;
     } else {
       done.node.key_line = parent.key.line;
-      parent.node.entries.emplace_back(std::move(parent.key.text), std::move(done.node));
       parent.has_key = false;
+      if (parent.key.kind == YamlNode::scalar) add(parent.node, std::move(parent.key.text), std::move(done.node));
     }
   }
 
-  std::string name_;
+  void add(YamlNode& map, std::string key, YamlNode value) {
+    const auto first = std::find_if(map.entries.begin(), map.entries.end(), [&](const auto& e) { return e.first == key; });
+    if (first == map.entries.end()) {
+      map.entries.emplace_back(std::move(key), std::move(value));
+      return;
+    }
+    faults_.push_back(
+        {value.key_line, "key " + key + " is given twice (first in line " + std::to_string(first->second.key_line) + ")"});
+    if (first->second.kind == YamlNode::map)  // the faults below both are wanted
+      for (auto& [name, inner] : value.entries) add(first->second, std::move(name), std::move(inner));
+  }
+
+  std::vector<YamlFault>& faults_;
   YamlNode root_;
   std::vector<Open> open_;
   std::map<YAML::anchor_t, YamlNode> anchored_;
   int documents_ = 0;
 };
+
+bool tab_indents(const std::string& line) {
+  const auto begin = line.find_first_not_of(" \t\r");
+  return begin != std::string::npos && line.find('\t') < begin;
+}
+
+// The parser's words for some faults name neither what stands there nor what to do.
+YamlFault syntax_fault(const YAML::Exception& wrong, const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  const int at = std::clamp(wrong.mark.line, 0, std::max(0, int(lines.size()) - 1));
+  if (const auto* deep = dynamic_cast<const YAML::DeepRecursion*>(&wrong))
+    return {at + 1, "values inside values, more than " + std::to_string(deep->depth()) + " deep"};
+  for (const int line : {at, at - 1})
+    if (line >= 0 && line < int(lines.size()) && tab_indents(lines[std::size_t(line)]))
+      return {line + 1, "a tab in the indentation; YAML takes only spaces"};
+  const bool alias =
+      wrong.msg.starts_with(YAML::ErrorMsg::ALIAS_NOT_FOUND) || wrong.msg.starts_with(YAML::ErrorMsg::UNKNOWN_ANCHOR);
+  return {at + 1, wrong.msg + (alias ? "; a text that begins with * stands in quotes" : "")};
+}
 
 bool is_plain(const std::string& text) {
   for (const char* null_text : {"", "~", "null", "Null", "NULL"})
@@ -182,17 +211,27 @@ bool YamlNode::operator==(const YamlNode& other) const {
   return kind == other.kind && text == other.text && items == other.items && entries == other.entries;
 }
 
-YamlNode parse_yaml(const std::string& text, const std::string& name) {
+std::optional<YamlNode> parse_yaml(const std::string& text, std::vector<YamlFault>& faults) {
   std::istringstream stream(text);
-  TreeBuilder builder(name);
+  TreeBuilder builder(faults);
   try {
     YAML::Parser parser(stream);
     while (parser.HandleNextDocument(builder)) {
     }
   } catch (const YAML::Exception& wrong) {
-    builder.refuse(wrong.mark.line + 1, wrong.msg);
+    faults.push_back(syntax_fault(wrong, text));
+    return std::nullopt;
   }
   return builder.take();
+}
+
+YamlNode parse_yaml(const std::string& text, const std::string& name) {
+  std::vector<YamlFault> faults;
+  auto tree = parse_yaml(text, faults);
+  std::string lines;
+  for (const YamlFault& f : faults) lines += (lines.empty() ? "" : "\n") + name + ":" + std::to_string(f.line) + ": " + f.text;
+  if (!faults.empty()) throw Error(lines, ExitCode::bad_job);
+  return std::move(*tree);
 }
 
 YamlNode read_yaml(const std::string& path) {

@@ -1,5 +1,6 @@
 // yaml.h -- YAML as a tree of texts that knows its lines, so that core/config can type the values and say where a fault stands.
 #pragma once
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -20,8 +21,17 @@ struct YamlNode {
   bool operator==(const YamlNode& other) const;      // the content; lines do not count
 };
 
-// One document, strictly: a syntax error, a second document, a key given twice or a key that is no scalar is an Error of a bad job
-// that starts "name:line: ". Anchors and aliases are resolved. An empty document is null.
+// What is wrong with a text, and in which of its lines.
+struct YamlFault {
+  int line = 0;
+  std::string text;
+};
+
+// One document, strictly. A key given twice, a key that is no scalar, an alias inside the value it repeats and a second document
+// are faults, and what can be read without them is read: of two values the first, of two maps both. Nothing comes back where the
+// text breaks off with an error of syntax, the last fault then. Anchors and aliases are resolved. An empty document is null.
+std::optional<YamlNode> parse_yaml(const std::string& text, std::vector<YamlFault>& faults);
+// The same with all faults as one Error of a bad job, a line each: "name:line: what is wrong".
 YamlNode parse_yaml(const std::string& text, const std::string& name);
 YamlNode read_yaml(const std::string& path);  // a file that cannot be read is a fault of the job too
 

@@ -2,14 +2,17 @@
 // but the checksums of a checkpoint's files are verified.
 #include <filesystem>
 #include <iostream>
+#include <limits>
 #include <map>
 
 #include "app/commands.h"
 #include "core/checkpoint.h"
 #include "io/files.h"
+#include "io/folders.h"
 #include "io/hdf5_file.h"
 #include "io/json.h"
 #include "io/safetensors.h"
+#include "io/token_file.h"
 
 namespace moetrain::app {
 namespace fs = std::filesystem;
@@ -57,10 +60,16 @@ void inspect_checkpoint(const std::string& folder) {
   print_totals(by_type);
 }
 
+// Judged as training would judge it, but for the model's vocabulary.
 void inspect_tokens(const std::string& path) {
   const auto file = io::Hdf5File::open(path);
-  if (!file.has("tokens"))
-    throw Error(path + ": an HDF5 file, but neither a checkpoint nor a token file: it has no data set tokens");
+  const bool claims = file.integer_attribute("vocab_size") || file.text_attribute("tokenizer");
+  const bool has_ids = file.has("tokens") && file.info("tokens").integers;
+  if (!claims && !has_ids)
+    throw Error(path + ": an HDF5 file, but neither a token file nor a checkpoint: " +
+                (file.has("tokens") ? "its data set tokens is " + file.info("tokens").type + ", no integers"
+                                    : "it has no data set tokens"));
+  io::TokenFile::open_tokens(path, std::numeric_limits<std::int32_t>::max());
   std::cout << path << ": token file\n";
   for (const char* name : {"tokens", "documents", "labels"})
     if (file.has(name)) {

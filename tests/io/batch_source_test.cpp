@@ -222,5 +222,18 @@ TEST_CASE("excluded names are left out of a folder, not out of a path that is gi
   CHECK(with({"MPL-2.0"}, folder.path()) == 22);
   CHECK(with({"GPL*"}, folder.path()) == 11);
   CHECK(with({"MPL-2.0"}, folder.path() + "/MPL-2.0") == 11);
+  CHECK(with({"[GM]*"}, folder.path()) == 33);  // not as a shell: patterns are those of parameter names
   CHECK(contains(error_of([&] { with({"*"}, folder.path()); }), "no file with contents"));
+}
+
+TEST_CASE("a folder of links to files elsewhere is data, and a link that leads nowhere is refused by name", "[io][cpu]") {
+  const test::TempFolder folder;
+  folder.file("blobs/1", std::string(10, 'x'));
+  folder.file("data/own", std::string(20, 'y'));
+  std::filesystem::create_symlink("own", folder / "data/same");
+  std::filesystem::create_symlink("../blobs/1", folder / "data/link");
+  CHECK(BatchSource(options({folder / "data"}, DataFormat::bytes, 4, true, true)).tokens() == 32);
+  std::filesystem::create_symlink("../blobs/2", folder / "data/lost");
+  CHECK(error_of([&] { BatchSource source(options({folder / "data"}, DataFormat::bytes, 4, true, true)); }) ==
+        "3: " + (folder / "data/lost") + ": cannot open: No such file or directory");
 }

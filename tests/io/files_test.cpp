@@ -7,6 +7,7 @@
 
 #include <filesystem>
 
+#include "io/folders.h"
 #include "memory/check.h"
 #include "tests/support/catch.h"
 #include "tests/support/temp_folder.h"
@@ -89,18 +90,6 @@ TEST_CASE("a checksum covers every byte of the file", "[io][cpu]") {
   CHECK(sum.crc32 == ::crc32(0, reinterpret_cast<const Bytef*>(large.data()), uInt(large.size())));
   large.back() = 'b';
   CHECK(io::checksum_of_file(folder.file("large", large)).crc32 != sum.crc32);
-}
-
-TEST_CASE("a folder is listed in the order of paths without symbolic links", "[io][cpu]") {
-  const test::TempFolder folder;
-  folder.file("b.txt", "1");
-  folder.file("a/z.txt", "1");
-  folder.file("a/b.txt", "1");
-  folder.file("B.txt", "1");
-  std::filesystem::create_symlink(folder / "b.txt", folder / "c.txt");
-  std::filesystem::create_directory_symlink(folder.path(), folder / "loop");
-  CHECK(io::files_of_folder(folder.path()) ==
-        std::vector<std::string>{folder / "B.txt", folder / "a/b.txt", folder / "a/z.txt", folder / "b.txt"});
 }
 
 TEST_CASE("an append file adds to what is there", "[io][cpu]") {

@@ -100,6 +100,77 @@ TEST_CASE("what a token file says wrongly about itself is refused when it is ope
   CHECK(contains(error_of([&] { TokenFile::open_tokens(path, 10); }), "tokens is int32 [2, 2], integers of one dim are needed"));
 }
 
+TEST_CASE("a vocabulary that is none or more than the model's is refused when the file is opened", "[io][cpu]") {
+  const test::TempFolder folder;
+  const std::string path = folder / "t.h5";
+  for (const std::int64_t claimed : {-1, 0, 11}) {
+    io::write_token_file(path, {{1, 2, 3}, {}, {}, claimed, ""});
+    CHECK(error_of([&] { TokenFile::open_tokens(path, 10); }) ==
+          "3: " + path + ": made for a vocabulary of " + std::to_string(claimed) + " (attribute vocab_size), the model's has 10");
+  }
+}
+
+TEST_CASE("tokens that nobody wrote are refused when the file is opened", "[io][cpu]") {
+  const test::TempFolder folder;
+  const std::string path = folder / "t.h5";
+  const std::int32_t ids[] = {1, 2, 3};
+  const auto fault = [&] { return error_of([&] { TokenFile::open_tokens(path, 10); }); };
+  {
+    auto file = io::Hdf5File::create(path);
+    file.create_appendable("tokens", DType::i32, {}, 2);
+    file.set_rows("tokens", 5);
+  }
+  CHECK(contains(fault(), "3: " + path + ": tokens was never written"));
+  {
+    auto file = io::Hdf5File::open(path, io::Access::write);
+    file.write_rows("tokens", 0, {ids, DType::i32, {3}});
+  }
+  CHECK(contains(fault(), path + ": tokens was written only in part"));
+  {
+    auto file = io::Hdf5File::create(path);
+    file.create_dataset("tokens", DType::i32, {3});
+  }
+  CHECK(contains(fault(), path + ": tokens was never written"));
+  {
+    auto file = io::Hdf5File::create(path);
+    file.write("tokens", {ids, DType::i32, {3}});
+    file.create_dataset("labels", DType::i32, {3});
+  }
+  CHECK(contains(fault(), path + ": labels was never written"));
+}
+
+TEST_CASE("tokens of another file are read, and refused when it is missing, empty or does not cover them", "[io][cpu]") {
+  const test::TempFolder folder;
+  const std::string path = folder / "t.h5", part = folder / "part.h5";
+  const std::int32_t ids[] = {1, 2, 3};
+  const auto fault = [&] { return error_of([&] { TokenFile::open_tokens(path, 10); }); };
+  const auto virtual_of = [&](std::int64_t rows, const std::string& source) {
+    auto file = io::Hdf5File::create(path);
+    file.create_virtual("tokens", DType::i32, {rows}, {{source, "ids", 0, 3}});
+  };
+  virtual_of(3, "part.h5");
+  CHECK(contains(fault(), "3: " + path + ": tokens has a part that cannot be read: " + part + ": cannot open: No such file"));
+  {
+    auto file = io::Hdf5File::create(part);
+    file.create_dataset("ids", DType::i32, {3});
+  }
+  CHECK(contains(fault(), path + ": tokens has a part that cannot be read: " + part + ": ids was never written"));
+  io::Hdf5File::create(part).write("ids", {ids, DType::i32, {2}});
+  CHECK(contains(fault(), part + ": ids is [2], 3 rows are needed"));
+  io::Hdf5File::create(part).write("ids", {ids, DType::i32, {3}});
+  {
+    const auto file = TokenFile::open_tokens(path, 10);
+    CHECK(all_tokens(file) == std::vector<std::int32_t>{1, 2, 3});
+  }
+  virtual_of(4, "part.h5");
+  CHECK(contains(fault(), path + ": tokens has 4 values, of which 1 come from no source"));
+  {
+    auto file = io::Hdf5File::create(path);
+    file.create_virtual("tokens", DType::i32, {3}, {{".", "tokens", 0, 3}});
+  }
+  CHECK(contains(fault(), path + ": tokens comes from sources of sources"));
+}
+
 TEST_CASE("a token file cut short is refused by name", "[io][cpu]") {
   const test::TempFolder folder;
   const std::string path = folder / "t.h5";

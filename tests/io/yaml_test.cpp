@@ -81,12 +81,51 @@ TEST_CASE("yaml faults name the file and the line and blame the job", "[io][cpu]
   CHECK(fault("a: 1\nb: 2\na: 3\n") == "2: job.yaml:3: key a is given twice (first in line 1)");
   CHECK(test::contains(fault("a: 1\nb: [1, 2\n"), "2: job.yaml:"));
   CHECK(test::contains(fault("a: 1\n b: 2\n"), "2: job.yaml:2: "));
-  CHECK(test::contains(fault("a:\n\t- 1\n"), "2: job.yaml:2: "));
+  for (const char* text : {"a:\n\t- 1\n", "a:\n\tb: 1\n", "a:\n  b: 1\n\tc: 2\n", "a:\n \tb: {c: 1}\n"}) {
+    CAPTURE(text);
+    CHECK(test::contains(fault(text), ": a tab in the indentation; YAML takes only spaces"));
+  }
+  CHECK(test::contains(fault("x: 1\na: " + std::string(5000, '[')), "2: job.yaml:2: values inside values, more than "));
+  CHECK(
+      test::contains(fault("x: 1\na: *\n"), "2: job.yaml:2: alias not found after *; a text that begins with * stands in quotes"));
+  CHECK(test::contains(fault("x: 1\na: *b\n"), "; a text that begins with * stands in quotes"));
   CHECK(test::contains(fault("? [x]\n: 1\n"), "2: job.yaml:1: a key must be"));
   CHECK(test::contains(fault("a: 1\n---\nb: 2\n"), "2: job.yaml:2: a second document"));
   CHECK(test::contains(fault("a: &x [*x]\n"), "2: job.yaml:1: an alias stands inside"));
   CHECK(
       test::contains(test::error_of([] { io::read_yaml("no/such/job.yaml"); }), "2: no/such/job.yaml: cannot open: No such file"));
+}
+
+TEST_CASE("what is wrong with a text does not hide the rest of it, unless its syntax breaks off", "[io][cpu]") {
+  std::vector<io::YamlFault> faults;
+  const auto tree = io::parse_yaml(
+      "a: {k: 1, l: 2}\n"  // 1
+      "? [x]\n"            // 2
+      ": 1\n"              // 3
+      "a: {k: 3, m: 4}\n"  // 4
+      "b: &x [5, *x]\n"    // 5
+      "c: 6\n"             // 6
+      "---\n"              // 7
+      "d: 7\n",            // 8
+      faults);
+  std::string lines;
+  for (const auto& f : faults) lines += std::to_string(f.line) + " " + f.text + "\n";
+  CHECK(lines ==
+        "2 a key must be a plain text\n"
+        "4 key a is given twice (first in line 1)\n"
+        "4 key k is given twice (first in line 1)\n"
+        "5 an alias stands inside the value it repeats\n"
+        "7 a second document; one is expected\n");
+  REQUIRE(tree.has_value());
+  CHECK(tree->find("a")->find("k")->text == "1");
+  CHECK(tree->find("a")->find("m")->text == "4");
+  CHECK(tree->find("b")->items.size() == 2);
+  CHECK(tree->find("c")->text == "6");
+  CHECK(tree->find("d") == nullptr);
+  faults.clear();
+  CHECK_FALSE(io::parse_yaml("a: 1\na: 2\nb: [\n", faults).has_value());
+  REQUIRE(faults.size() == 2);
+  CHECK(faults[0].text == "key a is given twice (first in line 1)");
 }
 
 TEST_CASE("yaml aliases repeat what they name and an empty text is null", "[io][cpu]") {

@@ -104,7 +104,7 @@ class TextEntropy(InAFolder):
         # alone: b twice, a once, the end once
         self.assertIn(f"order-0 entropy                  {1.5 * math.log(2):.4f}", result.stdout)
 
-    def test_pairs_do_not_cross_documents_and_links_are_skipped(self):
+    def test_pairs_do_not_cross_documents_and_nothing_is_read_twice(self):
         self.write("text/one.txt", b"ab")
         self.write("text/sub/two.txt", b"ab")
         self.write("text/.hidden", b"zzzz")
@@ -114,6 +114,10 @@ class TextEntropy(InAFolder):
         result = script("text_entropy.py", self.root / "text")
         self.assertIn("2 documents, 4 predictions", result.stdout)
         self.assertIn("order-1 entropy                  0.0000", result.stdout)
+        self.write("blobs/1f", b"ab")
+        os.symlink("../blobs/1f", self.root / "text/three.txt")
+        os.symlink("../blobs/1f", self.root / "text/again.txt")
+        self.assertIn("3 documents, 6 predictions", script("text_entropy.py", self.root / "text").stdout)
 
     def test_a_job_names_its_texts_in_each_way_of_writing_a_list(self):
         text = self.write("one.txt", b"abab")
