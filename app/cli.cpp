@@ -3,8 +3,11 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
+#include <cmath>
 #include <filesystem>
-#include <iostream>
+#include <limits>
+#include <sstream>
 
 #include "io/hdf5_file.h"
 #include "memory/cuda_memory.h"
@@ -16,6 +19,7 @@ namespace moetrain::app {
 namespace {
 
 constexpr const char* kCommands[] = {"train", "check", "plan", "inspect"};
+constexpr const char* kNotYet[] = {"import", "export", "bench", "verify"};
 
 std::string version_text() {
   std::string text = std::string("moetrain ") + kVersion + " (commit " + kCommit + ")\n";
@@ -42,11 +46,49 @@ std::vector<std::string> with_command(int argc, const char* const* argv) {
   if (first == "-h" || first == "--help" || first == "--version" ||
       std::count(std::begin(kCommands), std::end(kCommands), first) > 0)
     return words;
+  if (std::count(std::begin(kNotYet), std::end(kNotYet), first) > 0) refuse(first + ": not in this version", "moetrain --help");
   const bool file = first.find_first_of("./") != std::string::npos || std::filesystem::exists(first);
   if (first[0] != '-' && !file)
     refuse("unknown command " + first + ": neither train, check, plan, inspect nor a job file", "moetrain --help");
   words.insert(words.begin(), "train");
   return words;
+}
+
+// The library's own words for a number out of range are its limits with all their digits.
+CLI::Validator whole_number(std::int64_t low, std::int64_t high, const char* allowed) {
+  return CLI::Validator(
+      [=](std::string& text) -> std::string {
+        std::int64_t n = 0;
+        const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), n);
+        if (error == std::errc() && end == text.data() + text.size() && n >= low && n <= high) return {};
+        return "is '" + text + "', expected integer " + allowed;
+      },
+      "");
+}
+CLI::Validator number_of_ranks() { return whole_number(1, 1 << 20, "in [1, 1048576]"); }
+CLI::Validator number_of_steps() { return whole_number(1, std::numeric_limits<std::int64_t>::max(), ">= 1"); }
+
+// A size becomes its bytes: GB is 1000^3, GiB 1024^3.
+CLI::Validator size() {
+  return CLI::Validator(
+      [](std::string& text) -> std::string {
+        double n = 0;
+        const char* end = text.data() + text.size();
+        const auto [stop, error] = std::from_chars(text.data(), end, n);
+        std::string unit(stop, end);
+        unit.erase(0, unit.find_first_not_of(' '));
+        std::transform(unit.begin(), unit.end(), unit.begin(), [](unsigned char c) { return char(std::toupper(c)); });
+        const auto power = unit.empty() ? std::string::npos : std::string("BKMGTP").find(unit[0]);
+        const std::string rest = unit.empty() ? "B" : unit[0] == 'B' ? unit : unit.substr(1);
+        const bool known =
+            (unit.empty() || power != std::string::npos) && (rest.empty() || rest == "B" || (rest == "IB" && power > 0));
+        const double bytes = n * std::pow(rest == "IB" ? 1024 : 1000, unit.empty() ? 0 : double(power));
+        if (error != std::errc() || !known || !(bytes >= 1 && bytes < 0x1p63))
+          return "is '" + text + "', expected a size of at least 1 byte, as 141GB, 80GiB or 4096";
+        text = std::to_string(std::int64_t(bytes));
+        return {};
+      },
+      "");
 }
 
 void add_job(CLI::App& command, JobArguments& job) {
@@ -65,7 +107,7 @@ CLI::App& add_train(CLI::App& app, TrainArguments& a) {
       ->type_name("auto|never|PATH");
   c.add_option("--stop-after", a.stop_after, "End after a checkpoint when this run has done N steps")
       ->type_name("N")
-      ->check(CLI::PositiveNumber);
+      ->check(number_of_steps());
   c.footer(
       "Examples:\n"
       "  moetrain job.yaml\n"
@@ -81,7 +123,7 @@ CLI::App& add_train(CLI::App& app, TrainArguments& a) {
 CLI::App& add_check(CLI::App& app, CheckArguments& a) {
   CLI::App& c = *app.add_subcommand("check", "Print every fault of a job, with line and key; touches no device");
   add_job(c, a.job);
-  c.add_option("--ranks", a.ranks, "Judge the job for this number of ranks")->type_name("N")->check(CLI::PositiveNumber);
+  c.add_option("--ranks", a.ranks, "Judge the job for this number of ranks")->type_name("N")->check(number_of_ranks());
   c.footer("Examples:\n  moetrain check job.yaml\n  moetrain check job.yaml --ranks 64\nExit codes: 0 no fault, 2 faults.");
   return c;
 }
@@ -90,14 +132,13 @@ CLI::App& add_plan(CLI::App& app, PlanArguments& a) {
   CLI::App& c = *app.add_subcommand(
       "plan", "Parameters, bytes of every rank and FLOPs of a step, without running it; touches no device and no data");
   add_job(c, a.job);
-  const CLI::AsSizeValue size(true);  // GB is 1000^3, GiB 1024^3
-  c.add_option("--ranks", a.ranks, "Judge the job for this number of ranks")->type_name("N")->check(CLI::PositiveNumber);
+  c.add_option("--ranks", a.ranks, "Judge the job for this number of ranks")->type_name("N")->check(number_of_ranks());
   c.add_option("--device-memory", a.device_memory, "Memory of one device, as 141GB or 80GiB: says whether the job fits")
       ->type_name("SIZE")
-      ->transform(size);
+      ->transform(size());
   c.add_option("--host-memory", a.host_memory, "Memory of the host for one rank, as 2TB: says whether the job fits")
       ->type_name("SIZE")
-      ->transform(size);
+      ->transform(size());
   c.add_flag("--json", a.json, "One JSON object instead of tables");
   c.footer(
       "Examples:\n  moetrain plan job.yaml\n  moetrain plan job.yaml --device-memory 141GB --json\n  moetrain plan job.yaml --set "
@@ -120,7 +161,7 @@ CLI::App& add_inspect(CLI::App& app, InspectArguments& a) {
 
 }  // namespace
 
-std::optional<Command> parse(int argc, const char* const* argv) {
+Command parse(int argc, const char* const* argv) {
   std::vector<std::string> words = with_command(argc, argv);
   CLI::App app("Trains sparse mixture-of-experts models with hybrid attention. One YAML file is the whole job.", "moetrain");
   app.require_subcommand(1);
@@ -133,17 +174,15 @@ std::optional<Command> parse(int argc, const char* const* argv) {
   InspectArguments inspect;
   const CLI::App &train_app = add_train(app, train), &check_app = add_check(app, check), &plan_app = add_plan(app, plan);
   add_inspect(app, inspect);
-  if (words[0] == "--version") {
-    std::cout << version_text();
-    return std::nullopt;
-  }
+  if (words[0] == "--version") return Answer{version_text()};
   const std::string command = words[0];
   try {
     std::reverse(words.begin(), words.end());  // the library takes the last one first
     app.parse(words);
   } catch (const CLI::Success& asked) {  // help
-    app.exit(asked);
-    return std::nullopt;
+    std::ostringstream text;
+    app.exit(asked, text, text);
+    return Answer{text.str()};
   } catch (const CLI::ParseError& wrong) {
     refuse(command + ": " + wrong.what(), "moetrain " + command + " --help");
   }

@@ -30,9 +30,11 @@ struct PlanArguments {
 struct InspectArguments {
   std::string path;
 };
-using Command = std::variant<TrainArguments, CheckArguments, PlanArguments, InspectArguments>;
+struct Answer {
+  std::string text;  // help or the version, as asked for
+};
+using Command = std::variant<TrainArguments, CheckArguments, PlanArguments, InspectArguments, Answer>;
 
-// Nothing when help or the version was asked for and has been printed. A wrong command line is an Error of one line.
-std::optional<Command> parse(int argc, const char* const* argv);
+Command parse(int argc, const char* const* argv);  // a wrong command line is an Error of one line
 
 }  // namespace moetrain::app

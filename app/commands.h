@@ -6,7 +6,7 @@
 namespace moetrain::app {
 
 ExitCode train(const TrainArguments& arguments, int& argc, char**& argv);
-ExitCode check(const CheckArguments& arguments);
+ExitCode check(const CheckArguments& arguments, int ranks);  // ranks: this process was started as one of so many
 ExitCode plan(const PlanArguments& arguments);
 ExitCode inspect(const InspectArguments& arguments);
 

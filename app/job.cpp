@@ -3,15 +3,16 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <system_error>
 
 #include "core/plan.h"
 #include "io/files.h"
+#include "io/folders.h"
 
 namespace moetrain::app {
 namespace {
 
 std::string line_of(const std::string& path, const core::Fault& f) {
+  if (!f.set.empty()) return "--set " + f.set + ": " + f.text;
   return path + (f.line > 0 ? ":" + std::to_string(f.line) : "") + ": " + (f.key.empty() ? "" : f.key + ": ") + f.text;
 }
 
@@ -23,26 +24,39 @@ int line_of_key(const io::YamlNode& job, const char* section, const char* key) {
 
 bool about(const core::Fault& f, const char* key) { return f.key.rfind(key, 0) == 0; }
 
+void judge_values(const JobArguments& job, const io::YamlNode& tree, int ranks, core::Config& config,
+                  std::vector<core::Fault>& faults) {
+  config = core::read_config(tree, job.set, std::filesystem::path(job.path).parent_path().string(), faults);
+  core::check_config(config, tree, ranks, faults);
+  const auto judged = [&](const char* key) {
+    return std::any_of(faults.begin(), faults.end(), [&](const core::Fault& f) { return about(f, key); });
+  };
+  if (config.run.device == core::DeviceChoice::cuda && !judged("run.device"))
+    faults.push_back({line_of_key(tree, "run", "device"), "run.device", "cuda: this version trains on the CPU; write cpu or auto"});
+  if (judged("run.dir") || std::any_of(faults.begin(), faults.end(), [](const core::Fault& f) { return f.key == "run"; }))
+    config.run.dir.clear();  // unknown: nothing is written in the default's place
+  else if (const std::string why = io::folder_fault(config.run.dir); !why.empty())
+    faults.push_back({line_of_key(tree, "run", "dir"), "run.dir", "'" + config.run.dir + "' cannot be the run folder: " + why});
+  try {
+    if (!judged("model") && !judged("parallel") && !judged("training")) core::count_parameters(config);
+  } catch (const Error& wrong) {  // patterns can only be judged against the names of the model
+    const bool patterns = std::string(wrong.what()).starts_with("training.trainable");
+    faults.push_back({patterns ? line_of_key(tree, "training", "trainable") : 0, "", wrong.what()});
+  }
+}
+
 }  // namespace
 
 JudgedJob judge_job(const JobArguments& job, const std::string& text, int ranks, Needs needs) {
-  const io::YamlNode tree = io::parse_yaml(text, job.path);
-  std::vector<core::Fault> faults;
   JudgedJob judged;
-  judged.config = core::read_config(tree, job.set, std::filesystem::path(job.path).parent_path().string(), faults);
-  core::check_config(judged.config, tree, ranks, faults);
-  const bool device_judged = std::any_of(faults.begin(), faults.end(), [](const core::Fault& f) { return about(f, "run.device"); });
-  if (judged.config.run.device == core::DeviceChoice::cuda && !device_judged)
-    faults.push_back({line_of_key(tree, "run", "device"), "run.device", "cuda: this version trains on the CPU; write cpu or auto"});
-  const std::string& dir = judged.config.run.dir;
-  std::error_code unknown;  // what cannot be looked at is left to the run
-  if (std::filesystem::exists(dir, unknown) && !std::filesystem::is_directory(dir, unknown))
-    faults.push_back({line_of_key(tree, "run", "dir"), "run.dir", dir + ": is there, but no folder"});
-  try {
-    if (faults.empty()) core::count_parameters(judged.config);
-  } catch (const Error& wrong) {  // patterns can only be judged against the names of the model
-    faults.push_back({line_of_key(tree, "training", "trainable"), "", wrong.what()});
-  }
+  std::vector<io::YamlFault> unclear;
+  const auto tree = io::parse_yaml(text, unclear);
+  std::vector<core::Fault> faults;
+  for (io::YamlFault& f : unclear) faults.push_back({f.line, "", std::move(f.text)});
+  if (tree)
+    judge_values(job, *tree, ranks, judged.config, faults);
+  else
+    judged.config.run.dir.clear();
   if (needs == Needs::sizes)
     std::erase_if(faults, [](const core::Fault& f) {
       return about(f, "data.train") || about(f, "data.eval") || about(f, "run.dir") || about(f, "run.device");

@@ -13,7 +13,7 @@ enum class Needs : std::uint8_t {
 };
 
 struct JudgedJob {
-  core::Config config;  // as far as it could be understood
+  core::Config config;  // as far as it could be understood; run.dir is empty when it could not
   std::string faults;   // every one, a line each with file, line and key, then their number; empty: none
 };
 

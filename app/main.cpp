@@ -1,6 +1,11 @@
 // main.cpp -- the program: parses, runs a command, and turns an Error into one log line and an exit code.
 #include <spdlog/spdlog.h>
 
+#include <cstdio>
+#include <functional>
+#include <iostream>
+#include <new>
+
 #include "app/cli.h"
 #include "app/commands.h"
 #include "app/session.h"
@@ -9,24 +14,44 @@ namespace {
 
 using namespace moetrain;
 
-int run(const app::Command& command, int& argc, char**& argv) {
-  if (const auto* train = std::get_if<app::TrainArguments>(&command)) return int(app::train(*train, argc, argv));
-  app::release_stop_signals();
-  if (const auto* check = std::get_if<app::CheckArguments>(&command)) return int(app::check(*check));
-  if (const auto* plan = std::get_if<app::PlanArguments>(&command)) return int(app::plan(*plan));
-  return int(app::inspect(std::get<app::InspectArguments>(command)));
+int failed(const std::string& cause, ExitCode code) {
+  spdlog::error("{}", cause);
+  return int(code);
 }
 
-// Every rank has the same wrong command line; one of them says so.
-int refuse(const Error& wrong, int& argc, char**& argv) {
+int told(const std::function<ExitCode()>& body) {
+  try {
+    return int(body());
+  } catch (const Error& e) {
+    return failed(e.what(), e.code());
+  } catch (const std::bad_alloc&) {
+    return failed("out of host memory", ExitCode::run_failed);
+  } catch (const std::exception& e) {
+    return failed(e.what(), ExitCode::run_failed);
+  }
+}
+
+// What is no run is done and said by one rank; the others wait for its exit code and leave with it.
+int by_one_rank(const std::function<ExitCode(int ranks)>& body, int& argc, char**& argv) {
   if (!app::started_by_launcher()) {
-    spdlog::error("moetrain: {}", wrong.what());
-    return int(wrong.code());
+    app::release_stop_signals();
+    return told([&] { return body(1); });
   }
   app::Session session(argc, argv);
-  if (session.rank() == 0) spdlog::error("moetrain: {}", wrong.what());
-  session.control().barrier();
-  return int(wrong.code());
+  app::release_stop_signals();
+  int code = 0;
+  if (session.rank() == 0) code = told([&] { return body(session.size()); });
+  std::fflush(stdout);
+  session.control().broadcast(&code, sizeof code, 0);
+  return code;
+}
+
+ExitCode run(const app::Command& command, int ranks) {
+  if (const auto* check = std::get_if<app::CheckArguments>(&command)) return app::check(*check, ranks);
+  if (const auto* plan = std::get_if<app::PlanArguments>(&command)) return app::plan(*plan);
+  if (const auto* inspect = std::get_if<app::InspectArguments>(&command)) return app::inspect(*inspect);
+  std::cout << std::get<app::Answer>(command).text;
+  return ExitCode::done;
 }
 
 }  // namespace
@@ -34,19 +59,13 @@ int refuse(const Error& wrong, int& argc, char**& argv) {
 int main(int argc, char** argv) {
   app::keep_stop_signals();
   app::open_log(0);
-  std::optional<app::Command> command;
+  app::Command command;
   try {
     command = app::parse(argc, argv);
   } catch (const Error& wrong) {
-    return refuse(wrong, argc, argv);
+    const Error refusal("moetrain: " + std::string(wrong.what()), wrong.code());
+    return by_one_rank([&](int) -> ExitCode { throw refusal; }, argc, argv);
   }
-  try {
-    return command ? run(*command, argc, argv) : int(ExitCode::done);
-  } catch (const Error& e) {
-    spdlog::error("{}", e.what());
-    return int(e.code());
-  } catch (const std::exception& e) {
-    spdlog::error("{}", e.what());
-    return int(ExitCode::run_failed);
-  }
+  if (const auto* train = std::get_if<app::TrainArguments>(&command)) return told([&] { return app::train(*train, argc, argv); });
+  return by_one_rank([&](int ranks) { return run(command, ranks); }, argc, argv);
 }

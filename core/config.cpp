@@ -9,6 +9,7 @@
 
 #include "core/config_keys.h"
 #include "core/presets.h"
+#include "io/files.h"
 
 namespace moetrain::core {
 namespace {
@@ -107,6 +108,8 @@ struct IsList : std::false_type {};
 template <class T>
 struct IsList<std::vector<T>> : std::true_type {};
 
+bool is_control(char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; }
+
 bool inside(const Rule& r, double value) {
   return (r.above_low ? value > r.low : value >= r.low) && (r.below_high ? value < r.high : value <= r.high);
 }
@@ -117,7 +120,7 @@ bool allows(const Rule& r, const T& value) {
   } else if constexpr (std::is_same_v<T, bool>) {
     return true;
   } else if constexpr (std::is_same_v<T, std::string>) {
-    return double(value.size()) >= r.low;
+    return double(value.size()) >= r.low && (!r.printable || std::none_of(value.begin(), value.end(), is_control));
   } else if constexpr (std::is_same_v<T, std::vector<std::string>>) {
     return double(value.size()) >= r.low && std::none_of(value.begin(), value.end(), [](const auto& text) { return text.empty(); });
   } else if constexpr (IsList<T>::value) {
@@ -142,7 +145,7 @@ std::string type_text(const Rule& r) {
   } else if constexpr (std::is_same_v<T, bool>) {
     return "true or false";
   } else if constexpr (std::is_same_v<T, std::string>) {
-    return "text";
+    return r.printable ? "text without control characters" : "text";
   } else if constexpr (std::is_same_v<T, std::vector<std::string>>) {
     return "text or list of texts";
   } else if constexpr (IsList<T>::value) {
@@ -160,16 +163,21 @@ std::string choices_text(Choices<T> choices) {
   return choices.size() > 1 ? "one of " + text : "only " + text;
 }
 
+std::string printable(std::string text) {  // a terminal would obey control characters
+  std::replace_if(text.begin(), text.end(), is_control, '?');
+  return text;
+}
+
 std::string shown(const YamlNode& n) {
   switch (n.kind) {
     case YamlNode::null:
       return "has no value";
     case YamlNode::scalar:
-      return "is '" + n.text + "'";
+      return "is '" + printable(n.text) + "'";
     case YamlNode::list: {
       std::string text;
       for (const YamlNode& item : n.items) text += (text.empty() ? "" : ", ") + (item.kind == YamlNode::scalar ? item.text : "...");
-      return "is [" + (text.size() > 60 ? text.substr(0, 57) + "..." : text) + "]";
+      return "is [" + printable(text.size() > 60 ? text.substr(0, 57) + "..." : text) + "]";
     }
     case YamlNode::map:
       return "is a map of keys";
@@ -435,47 +443,44 @@ void forget_lines(YamlNode& n) {
   for (YamlNode& item : n.items) forget_lines(item);
 }
 
-// Puts `value` at `key` (section.key, section.key.key); what stands in the way and is no map is left for the reader to refuse.
-void set_value(YamlNode& map, std::string_view key, const YamlNode& value) {
+// Puts `value` at `key` (section.key, section.key.key); not where a value stands in the way that holds no keys.
+bool set_value(YamlNode& map, std::string_view key, const YamlNode& value) {
   if (map.kind == YamlNode::null) map.kind = YamlNode::map;
-  if (map.kind != YamlNode::map) return;
+  if (map.kind != YamlNode::map) return false;
   const auto dot = key.find('.');
   const std::string name(key.substr(0, dot));
   auto entry = std::find_if(map.entries.begin(), map.entries.end(), [&](const auto& e) { return e.first == name; });
   if (entry == map.entries.end()) entry = map.entries.insert(map.entries.end(), {name, YamlNode{}});
-  if (dot == std::string_view::npos)
-    entry->second = value;
-  else
-    set_value(entry->second, key.substr(dot + 1), value);
+  if (dot != std::string_view::npos) return set_value(entry->second, key.substr(dot + 1), value);
+  entry->second = value;
+  return true;
+}
+
+// What is wrong with one --set, which then leaves the job as it is; empty: nothing.
+std::string set_fault(YamlNode& job, const std::string& argument) {
+  const auto equals = argument.find('=');
+  const std::string key = argument.substr(0, equals);
+  const bool formed = equals != std::string::npos && key.find('.') != std::string::npos && !key.starts_with('.') &&
+                      !key.ends_with('.') && key.find("..") == std::string::npos;
+  if (!formed) return "expected section.key=value";
+  std::vector<io::YamlFault> faults;
+  auto value = io::parse_yaml(argument.substr(equals + 1), faults);
+  if (!faults.empty()) return faults.front().text;
+  if (value->kind == YamlNode::map) return "a map of keys; set each key by itself";
+  forget_lines(*value);
+  return set_value(job, key, *value) ? "" : "a part of this key is a value and holds no keys";
 }
 
 // What --set asks for, put into the job; its values have line 0. Returns the arguments by key.
 std::vector<std::pair<std::string, std::string>> apply_set(YamlNode& job, const std::vector<std::string>& set,
                                                            std::vector<Fault>& faults) {
   std::vector<std::pair<std::string, std::string>> applied;
-  for (const std::string& argument : set) {
-    const auto equals = argument.find('=');
-    const std::string key = argument.substr(0, equals);
-    const bool formed = equals != std::string::npos && key.find('.') != std::string::npos && !key.starts_with('.') &&
-                        !key.ends_with('.') && key.find("..") == std::string::npos;
-    auto refuse = [&](const std::string& why) { faults.push_back({0, key, "--set " + argument + ": " + why}); };
-    if (!formed) {
-      refuse("expected section.key=value");
-      continue;
-    }
-    try {
-      YamlNode value = io::parse_yaml(argument.substr(equals + 1), "value");
-      forget_lines(value);
-      if (value.kind == YamlNode::map) {
-        refuse("a map of keys; set each key by itself");
-        continue;
-      }
-      set_value(job, key, value);
-      applied.emplace_back(key, argument);
-    } catch (const Error& wrong) {
-      refuse(wrong.what());
-    }
-  }
+  for (const std::string& argument : set)
+    // No key: what the job says of it is still judged.
+    if (std::string wrong = set_fault(job, argument); wrong.empty())
+      applied.emplace_back(argument.substr(0, argument.find('=')), printable(argument));
+    else
+      faults.push_back({0, "", std::move(wrong), printable(argument)});
   return applied;
 }
 
@@ -508,14 +513,17 @@ void read_preset(const YamlNode& named, const std::string& folder, ModelConfig& 
          shown(named) + ", neither a preset (" + list + ") nor a file" + (near.empty() ? "" : "; did you mean " + near + "?")});
     return;
   }
+  Report report{faults, preset.file, named.key_line};
   try {
-    const YamlNode keys = preset.text.empty() ? io::read_yaml(preset.file) : io::parse_yaml(preset.text, preset.file);
-    Report report{faults, preset.file, named.key_line};
-    if (keys.kind != YamlNode::map) return report.add(keys.line, key, shown(keys) + ", expected keys of the model section");
-    Reader reader(keys, "model.", report);
+    std::vector<io::YamlFault> wrong;
+    const auto keys = io::parse_yaml(preset.text.empty() ? io::read_text(preset.file) : preset.text, wrong);
+    for (const io::YamlFault& f : wrong) report.add(f.line, key, f.text);
+    if (!keys) return;
+    if (keys->kind != YamlNode::map) return report.add(keys->line, key, shown(*keys) + ", expected keys of the model section");
+    Reader reader(*keys, "model.", report);
     visit(reader, model);
     reader.refuse_unknown();
-    if (!model.preset.empty()) report.add(keys.find("preset")->key_line, key, "a preset names no other preset");
+    if (!model.preset.empty()) report.add(keys->find("preset")->key_line, key, "a preset names no other preset");
   } catch (const Error& wrong) {
     faults.push_back({named.key_line, key, wrong.what()});
   }
@@ -548,10 +556,10 @@ Config read_config(const YamlNode& job, const std::vector<std::string>& set, con
   reader.refuse_unknown();
 
   for (Fault& f : found) {
-    if (f.line != 0 || f.text.starts_with("--set ")) continue;
+    if (f.line != 0 || !f.set.empty()) continue;
     const auto cause = std::find_if(overrides.rbegin(), overrides.rend(),
                                     [&](const auto& o) { return f.key == o.first || o.first.starts_with(f.key + "."); });
-    if (cause != overrides.rend()) f.text = "--set " + cause->second + ": " + f.text;
+    if (cause != overrides.rend()) f.set = cause->second;
   }
   faults.insert(faults.end(), found.begin(), found.end());
   std::stable_sort(faults.begin(), faults.end(), [](const Fault& a, const Fault& b) { return a.line < b.line; });

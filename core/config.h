@@ -171,9 +171,10 @@ struct Config {
 };
 
 struct Fault {
-  int line = 0;       // of the job file; 0: a key that is absent
-  std::string key;    // section.key
-  std::string text;   // what is wrong, with the numbers, and what would be right
+  int line = 0;          // of the job file; 0: a key that is absent
+  std::string key;       // section.key; empty: not about one key
+  std::string text;      // what is wrong, with the numbers, and what would be right
+  std::string set = {};  // what --set was given, where that is at fault; it names the key
 };
 
 // The job as understood, presets and --set applied; faults of spelling, type and range are added to `faults`, which is then ordered

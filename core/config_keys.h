@@ -56,6 +56,7 @@ inline constexpr double kLargestSize = std::numeric_limits<std::int32_t>::max();
 struct Rule {
   double low = -kInfinity, high = kInfinity;   // of a number; a text or a list has at least `low` characters or items
   bool above_low = false, below_high = false;  // the bound itself is excluded
+  bool printable = false;                      // a text without control characters, which a terminal would obey
   bool required = false;                       // has to be given (condition already decided)
   const char* when = "";                       // the condition in words
   const char* undone = nullptr;                // what every value but the default would ask for, which this version does not do
@@ -90,8 +91,9 @@ inline Rule ranks() { return {.low = 1, .high = 32768}; }                     //
 
 template <class V>
 void visit(V& v, RunConfig& c) {
-  v.key("name", c.name, "what messages call this run", at_least(1));
-  v.key("dir", c.dir, "run folder for log, metrics and checkpoints; relative to the working directory", at_least(1));
+  const Rule name{.low = 1, .printable = true};
+  v.key("name", c.name, "what messages call this run", name);
+  v.key("dir", c.dir, "run folder for log, metrics and checkpoints; relative to the working directory", name);
   v.key("seed", c.seed, "decides fresh weights and the order of the data");
   v.choice("device", c.device, {{"auto", DeviceChoice::automatic}, {"cpu", DeviceChoice::cpu}},
            "where operators run; auto is the CPU in this version", {{"cuda", "train on CUDA devices"}});

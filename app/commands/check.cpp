@@ -6,9 +6,12 @@
 
 namespace moetrain::app {
 
-ExitCode check(const CheckArguments& arguments) {
-  const core::Config config = read_job(arguments.job, arguments.ranks, Needs::everything);
-  std::cout << arguments.job.path << ": no faults, " << config.parallel.mesh().ranks() << " ranks\n";
+ExitCode check(const CheckArguments& arguments, int ranks) {
+  // A batch system may start a shell, too, as its one task; so only more than one rank says what the job is to run on.
+  const int judged = arguments.ranks > 0 ? arguments.ranks : ranks > 1 ? ranks : 0;
+  const core::Config config = read_job(arguments.job, judged, Needs::everything);
+  const std::int64_t made_for = config.parallel.mesh().ranks();
+  std::cout << arguments.job.path << ": no faults, " << made_for << (made_for == 1 ? " rank\n" : " ranks\n");
   return ExitCode::done;
 }
 

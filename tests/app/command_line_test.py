@@ -6,6 +6,7 @@ command_line_test.py MOETRAIN [unittest arguments]; MPIRUN in the environment sa
 import json
 import os
 import pathlib
+import shutil
 import signal
 import struct
 import subprocess
@@ -77,14 +78,58 @@ class CommandLine(InAFolder):
 
     def test_a_wrong_command_line_is_one_line_and_exit_code_2(self):
         job = self.job()
-        wrong = [[], ["import"], ["verify", job], ["trian", job], ["check"], ["plan", job, "--bytes"], [job, "--lr", "1"], ["check", job, "--ranks", "0"],
+        wrong = [[], ["trian", job], ["check"], ["plan", job, "--bytes"], [job, "--lr", "1"], ["check", job, "--ranks", "0"],
                  ["check", job, "--ranks", "two"], ["plan", job, "--device-memory", "much"], [job, "--stop-after", "-1"], ["inspect", job, job]]
         for words in wrong:
             result = call(*words)
             self.assertEqual(result.returncode, 2, (words, result.stdout, result.stderr))
             self.assertEqual(len(result.stderr.splitlines()), 1, (words, result.stderr))
             self.assertEqual(result.stdout, "", words)
-        self.assertIn("unknown command import", call("import").stderr)
+        self.assertIn("unknown command trian", call("trian").stderr)
+
+    def test_a_number_that_is_not_allowed_is_named_with_its_flag_and_what_is_allowed(self):
+        job, ranks, size = self.job(), "expected integer in [1, 1048576]", "expected a size of at least 1 byte, as 141GB, 80GiB or 4096"
+        wrong = [("check", "--ranks", ["0", "-2", "two", "1.5", "1048577", "9" * 30], ranks), ("plan", "--ranks", ["0", "x"], ranks),
+                 ("train", "--stop-after", ["0", "-1", "x", "9" * 30], "expected integer >= 1"),
+                 ("plan", "--device-memory", ["0", "-1", "-1GB", "GB", "5XB", "5GBs", "0.5", "nan", "1e30", ""], size),
+                 ("plan", "--host-memory", ["0", "much"], size)]
+        for command, flag, values, allowed in wrong:
+            for value in values:
+                result = call(command, job, flag, value)
+                self.assertEqual((result.returncode, result.stdout), (2, ""), (flag, value))
+                self.assertEqual(result.stderr, f"moetrain: {command}: {flag}: is '{value}', {allowed} (see moetrain {command} --help)\n")
+
+    def test_sizes_are_taken_with_the_units_of_both_kinds(self):
+        job = self.job()
+        need = json.loads(call("plan", job, "--json").stdout)["ranks"][0]["device_bytes"]["total"]
+        for size, fits in [(need, True), (need - 1, False), ("1TB", True), ("0.001tib", True), ("1MiB", False), ("1000 kB", False), ("64G", True), ("1B", False)]:
+            result = call("plan", job, "--json", "--device-memory", size)
+            self.assertEqual(json.loads(result.stdout)["fits"], fits, size)
+
+    def test_commands_that_this_version_lacks_are_told_from_mistyped_ones(self):
+        for command in ("import", "export", "verify"):
+            result = call(command, "anything")
+            self.assertEqual((result.returncode, result.stdout), (2, ""), command)
+            self.assertEqual(result.stderr, f"moetrain: {command}: not in this version (see moetrain --help)\n")
+
+    def test_what_is_no_run_is_said_by_one_rank_of_many(self):
+        job = self.job()
+        for words in (["plan", job], ["--version"], ["check", "--help"]):
+            alone, both = call(*words), call(*words, ranks=2)
+            self.assertEqual((both.returncode, both.stdout), (0, alone.stdout), both.stderr)
+        result = call("inspect", job, ranks=2)
+        self.assertEqual(result.returncode, 3, result.stderr)
+        self.assertEqual(result.stderr.count("not an HDF5 file"), 1, result.stderr)
+
+    def test_check_judges_a_job_for_the_ranks_that_it_was_started_with(self):
+        job, two = self.job(), ["--set", "parallel.data_parallel=2"]
+        result = call("check", job, *two, ranks=2)
+        self.assertEqual((result.returncode, result.stdout), (0, f"{job}: no faults, 2 ranks\n"), result.stderr)
+        result = call("check", job, ranks=2)
+        self.assertEqual(result.returncode, 2, result.stdout)
+        self.assertEqual(result.stderr.count("is 1 ranks, but there are 2"), 1, result.stderr)
+        self.assertEqual(call("check", job, "--ranks", 1, ranks=2).stdout, f"{job}: no faults, 1 rank\n")
+        self.assertEqual(call("check", job, *two, ranks=1).returncode, 0)  # a shell under a batch system
 
     def test_under_a_launcher_a_wrong_command_line_is_said_once(self):
         result = call("trian", ranks=2)
@@ -148,6 +193,51 @@ class Faults(InAFolder):
         result = call("check", self.job(), "--set", "training.stepps=5")
         self.assertEqual(result.returncode, 2)
         self.assertIn("training.stepps", result.stderr)
+
+    def test_faults_of_the_text_and_of_set_hide_no_others(self):
+        job = self.job(extra="training: {epochs: 1}\n? [a]\n: 1\nmoe: {balanse: none}\n")
+        result = call("check", job, "--set", "data.exclude=*", "--set", "steps=3", "--set", "optimizer.lr=-1", "--set", "training.trainable=[nowhere]")
+        self.assertEqual(result.returncode, 2, result.stdout)
+        lines = [line.split(str(job))[-1] for line in result.stderr.splitlines()]
+        self.assertEqual(lines[:3], ["--set data.exclude=*: alias not found after *; a text that begins with * stands in quotes",
+                                     "--set steps=3: expected section.key=value", "--set optimizer.lr=-1: is '-1', expected number > 0"])
+        self.assertEqual(lines[3:], [":6: key training is given twice (first in line 4)", ":6: training.epochs: unknown key", ":7: a key must be a plain text",
+                                     ":9: moe.balanse: unknown key, did you mean balance?", "7 faults"])
+        result = call("check", self.job(), "--set", "training.trainable=[nowhere]", "--set", "optimizer.lr=-1")
+        self.assertIn("'nowhere' matches no parameter", result.stderr)
+        self.assertIn("2 faults", result.stderr)
+
+    def test_a_text_whose_syntax_is_wrong_names_its_line_and_writes_nowhere(self):
+        old = self.root / "runs" / "run"  # the run.dir of a job that names none
+        old.mkdir(parents=True)
+        for text, line, what in [("run:\n\tname: x\n", 2, "a tab in the indentation; YAML takes only spaces"), ("a: 1\nb: " + "[" * 3000, 2, "values inside values, more than")]:
+            job = self.write("job.yaml", text)
+            for command in ("check", "train"):
+                result = call(command, job, cwd=self.root)
+                self.assertEqual(result.returncode, 2, result.stdout)
+                self.assertTrue(result.stderr.startswith(f"{job}:{line}: {what}"), result.stderr)
+        self.assertEqual(list(old.iterdir()), [])
+
+    def test_a_run_folder_that_cannot_be_made_is_a_fault(self):
+        file = self.write("file", "")
+        for command in ("check", "train"):
+            result = call(command, self.job(), "--set", f"run.dir={file}/a/b")
+            self.assertEqual(result.returncode, 2, result.stdout)
+            self.assertIn(f":1: run.dir: '{file}/a/b' cannot be the run folder: {file} is no folder\n1 fault", result.stderr)
+        self.assertEqual(call("plan", self.job(), "--set", f"run.dir={file}/a/b").returncode, 0)
+
+    def test_a_run_folder_without_permission_is_a_fault(self):
+        job, program, user = self.job(), PROGRAM, {}
+        if os.geteuid() == 0:  # who may write everywhere
+            program = shutil.copy(PROGRAM, self.root)
+            user = {"user": 65534, "group": 65534}
+        shut = self.root / "shut"
+        shut.mkdir(mode=0o555)
+        self.root.chmod(0o755)
+        for command in ("check", "train"):
+            result = subprocess.run([program, command, job, "--set", f"run.dir={shut}/a"], capture_output=True, text=True, check=False, cwd="/", **user)
+            self.assertEqual(result.returncode, 2, result.stdout)
+            self.assertIn(f"'{shut}/a' cannot be the run folder: {shut} cannot be written in: Permission denied\n1 fault", result.stderr)
 
     def test_a_pattern_of_no_parameter_is_a_fault(self):
         job = self.job()
@@ -300,6 +390,24 @@ class Inspect(InAFolder):
         shard = next(step.glob("shard_*.h5"))
         shard.write_bytes(shard.read_bytes()[:-1])
         self.assertEqual(call("inspect", step).returncode, 3)
+
+    def test_other_hdf5_files_are_said_to_be_neither(self):
+        self.assertEqual(call(self.job(steps=1)).returncode, 0)
+        for file, why in [(self.run_dir / "metrics.h5", "its data set tokens is fp64, no integers"),
+                          (next(self.run_dir.glob("checkpoints/step_*/shard_*.h5")), "it has no data set tokens")]:
+            result = call("inspect", file)
+            self.assertEqual((result.returncode, result.stdout), (3, ""))
+            self.assertEqual(result.stderr, f"{file}: an HDF5 file, but neither a token file nor a checkpoint: {why}\n")
+
+    def test_a_folder_of_links_is_listed_as_the_files_are(self):
+        header = json.dumps({"a": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}}).encode()
+        (self.root / "blobs").mkdir()
+        (self.root / "snapshot").mkdir()
+        self.write("blobs/1f", struct.pack("<Q", len(header)) + header + bytes(4))
+        (self.root / "snapshot" / "model.safetensors").symlink_to("../blobs/1f")
+        result = call("inspect", self.root / "snapshot")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertIn("snapshot/model.safetensors: 1 tensors", result.stdout)
 
     def test_safetensors_are_read_by_their_headers(self):
         header = {"__metadata__": {"format": "pt"}, "a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]},
