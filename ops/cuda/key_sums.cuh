@@ -28,7 +28,7 @@ namespace key_sums {
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 
 // grid (rows), any block: slots[s, row] = k where indices[row, k] = s; slots comes filled with -1
-__global__ void invert_kernel(const std::int32_t* __restrict__ indices, std::int32_t* __restrict__ slots, std::int64_t rows,
+static __global__ void invert_kernel(const std::int32_t* __restrict__ indices, std::int32_t* __restrict__ slots, std::int64_t rows,
                               std::int64_t K, std::int64_t keys) {
   const std::int64_t row = blockIdx.x;
   for (std::int64_t k = threadIdx.x; k < K; k += blockDim.x) {
