@@ -40,13 +40,15 @@ Mix::Mix(const ModelConfig& m, ParamTable& table, int layer, UnitKind unit, cons
                         .layer = layer,
                         .unit = unit})) {}
 
-void Mix::forward(Pass& pass, std::span<const ConstTensor> sources, Tensor y, Tensor weights) const {
+void Mix::forward(Pass& pass, std::span<const ConstTensor> sources, Tensor y, Tensor weights,
+                  const std::optional<ops::RmsNormForward>& norm) const {
   ops::attn_res(pass.ctx, ops::AttnResForward{.sources = sources,
                                               .gamma = pass.params.weight(gamma_),
                                               .query = pass.params.weight(query_),
                                               .eps = eps_,
                                               .y = y,
-                                              .weights = weights});
+                                              .weights = weights,
+                                              .norm = norm});
 }
 
 void Mix::backward(Pass& pass, ConstTensor dy, std::span<const ConstTensor> sources, ConstTensor weights,
@@ -83,19 +85,19 @@ Block::Decisions Block::take_decisions(Pass& pass) const {
 
 // in = mix(bank + [p]) (p itself without a bank), normed = RMSNorm(in).
 void Block::enter(Pass& pass, const Sub& sub, std::span<const ConstTensor> bank, ConstTensor p, SubKept& k) const {
+  std::vector<ConstTensor> sources;
   k.in = p;
   if (sub.mix && !bank.empty()) {
-    std::vector<ConstTensor> sources(bank.begin(), bank.end());
+    sources.assign(bank.begin(), bank.end());
     sources.push_back(p);
     k.mixed = pass.keep(p.shape);
     k.mix_weights = pass.keep_real({p.shape[0], std::int64_t(sources.size())});
-    sub.mix->forward(pass, sources, k.mixed, k.mix_weights);
     k.in = k.mixed;
   }
   k.normed = pass.keep(p.shape);
   k.in_r = pass.keep_real({p.shape[0]});
-  ops::rmsnorm(pass.ctx,
-               ops::RmsNormForward{.x = k.in, .w = pass.params.weight(sub.norm), .y = k.normed, .r = k.in_r, .eps = eps_});
+  const ops::RmsNormForward norm{.x = k.in, .w = pass.params.weight(sub.norm), .y = k.normed, .r = k.in_r, .eps = eps_};
+  sources.empty() ? ops::rmsnorm(pass.ctx, norm) : sub.mix->forward(pass, sources, k.mixed, k.mix_weights, norm);
 }
 
 // The adjoint of enter: dnormed is overwritten, its share of p is added to dp and that of the bank to dbank.

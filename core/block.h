@@ -11,6 +11,7 @@
 
 #include "core/attention.h"
 #include "core/moe.h"
+#include "ops/rmsnorm.h"
 
 namespace moetrain::core {
 
@@ -24,7 +25,9 @@ struct Bank {
 class Mix {
  public:
   Mix(const ModelConfig& model, ParamTable& table, int layer, UnitKind unit, const std::string& prefix);
-  void forward(Pass& pass, std::span<const ConstTensor> sources, Tensor y, Tensor weights) const;
+  // norm: the norm of y that follows, if it is to be had in the same pass (ops/attn_res.h).
+  void forward(Pass& pass, std::span<const ConstTensor> sources, Tensor y, Tensor weights,
+               const std::optional<ops::RmsNormForward>& norm = {}) const;
   void backward(Pass& pass, ConstTensor dy, std::span<const ConstTensor> sources, ConstTensor weights,
                 std::span<const Tensor> dsources) const;
 

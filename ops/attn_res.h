@@ -9,12 +9,16 @@
 //   dv_n  += weights_n dy + ds_n r_n ( c - k_n score_n / D )     adds: a bank row is read by many later mixes
 //   dc     = sum over tokens and n of ds_n k_n;  dgamma += dc query,  dquery += dc gamma      add
 //
+// The norm that follows may be had in the same pass, of y as it is stored, with the numbers of ops/rmsnorm.
+//
 // Computed in f32 (f64 for f64), y rounded once. Scores are not divided by sqrt(D). dsources may not alias each other or a source.
 // Repeatable, on the CPU for any number of threads.
 #pragma once
+#include <algorithm>
+#include <optional>
 #include <span>
 
-#include "ops/context.h"
+#include "ops/rmsnorm.h"
 
 namespace moetrain::ops {
 
@@ -23,8 +27,9 @@ struct AttnResForward {
   ConstTensor gamma;                     // (D), any floating type
   ConstTensor query;                     // (1, D), any floating type
   double eps;
-  Tensor y;        // (T, D)
-  Tensor weights;  // (T, Z) real, the softmax; kept for backward
+  Tensor y;                                 // (T, D)
+  Tensor weights;                           // (T, Z) real, the softmax; kept for backward
+  std::optional<RmsNormForward> norm = {};  // its x is y
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     const auto Z = std::int64_t(sources.size());
@@ -46,6 +51,10 @@ struct AttnResForward {
           {{"gamma", std::int64_t(gamma.dtype)}, {"query", std::int64_t(query.dtype)}});
     check(weights.shape == Shape{T, Z} && weights.dtype == real_of(y.dtype), "attn_res: weights are not (T, Z) real",
           {{"T", T}, {"Z", Z}, {"weights", weights.count()}, {"dtype", std::int64_t(weights.dtype)}});
+    if (!norm) return;
+    norm->check_shapes();
+    check(norm->x.data == y.data && norm->x.shape == y.shape && norm->x.dtype == y.dtype, "attn_res: the norm is not of y",
+          {{"T", T}, {"D", D}, {"rows", norm->x.shape[0]}, {"columns", norm->x.shape[1]}});
   }
 };
 
@@ -59,6 +68,14 @@ struct AttnResBackward {
   std::span<const Tensor> dsources;  // Z of (T, D) real; add
   Tensor dgamma;                     // (D) real; adds; absent (with dquery): frozen
   Tensor dquery;                     // (1, D) real; adds
+  std::int64_t parts() const {       // of the tokens, on CUDA: dc is summed over each, then over all
+    constexpr std::int64_t kColumns = 1 << 21, kLeast = 132, kMost = 1056;  // of all parts; blocks that fill an H200
+    const std::int64_t T = dy.shape[0], D = std::max<std::int64_t>(dy.shape[1], 1);
+    return std::min(T, std::clamp(kColumns / D, kLeast, kMost));
+  }
+  void take_scratch(Context& ctx) const {  // on CUDA; the CPU backend counts its own
+    if (ctx.plans_for == Device::cuda && dgamma.present()) ctx.scratch.take(DType::f32, {parts() + 1, dy.shape[1]});
+  }
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     const auto Z = std::int64_t(sources.size());
@@ -100,12 +117,24 @@ namespace cpu {
 void attn_res(Context&, const AttnResForward&);
 void attn_res(Context&, const AttnResBackward&);
 }  // namespace cpu
+namespace cuda {
+void attn_res(Context&, const AttnResForward&);
+void attn_res(Context&, const AttnResBackward&);
+}  // namespace cuda
 
 inline void attn_res(Context& ctx, const AttnResForward& a) {
-  dispatch(ctx, "attn_res forward", a, [&] { cpu::attn_res(ctx, a); });
+  dispatch(
+      ctx, "attn_res forward", a, [&] { cpu::attn_res(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::attn_res(ctx, a);
+      });
 }
 inline void attn_res(Context& ctx, const AttnResBackward& a) {
-  dispatch(ctx, "attn_res backward", a, [&] { cpu::attn_res(ctx, a); });
+  dispatch(
+      ctx, "attn_res backward", a, [&] { cpu::attn_res(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::attn_res(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

@@ -121,6 +121,7 @@ void backward(Context& ctx, const AttnResBackward& a) {
 
 void cpu::attn_res(Context& ctx, const AttnResForward& a) {
   with_storage(a.y.dtype, [&](auto storage) { forward<decltype(storage)>(ctx, a); });
+  if (a.norm) cpu::rmsnorm(ctx, *a.norm);
 }
 void cpu::attn_res(Context& ctx, const AttnResBackward& a) {
   with_storage(a.dy.dtype, [&](auto storage) { backward<decltype(storage)>(ctx, a); });

@@ -8,6 +8,7 @@
 
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/on_device.h"
 #include "tests/support/slope.h"
 #include "tests/support/tensors.h"
 
@@ -225,6 +226,125 @@ TEST_CASE("attn_res refuses sources and gradients that do not fit", "[ops][cpu]"
     Mix m = good;
     m.dquery = {};
     CHECK_THROWS_AS(m.backward(b), Error);
+  }
+}
+
+// The norm that follows a mix: its weight is of the real type.
+struct MixNorm {
+  Tensor w, y, r;
+  MixNorm(Bench& b, const Mix& m)
+      : w(b.normal(real_of(m.y.dtype), {m.y.shape[1]}, 0.2, 1)),
+        y(b.empty(m.y.dtype, m.y.shape)),
+        r(b.empty(real_of(m.y.dtype), {m.y.shape[0]})) {}
+  ops::RmsNormForward of(ConstTensor x) const { return {.x = x, .w = w, .y = y, .r = r, .eps = 1e-5}; }
+};
+
+TEST_CASE("attn_res with the norm that follows gives the bits of one after the other", "[ops][cpu]") {
+  for (const DType type : {DType::f64, DType::f32, DType::bf16}) {
+    CAPTURE(name_of(type));
+    Bench b;
+    const Mix m(b, type, {13, 70, 3});
+    const MixNorm fused(b, m);
+    MixNorm apart = fused;
+    apart.y = b.empty(type, m.y.shape), apart.r = b.empty(fused.r.dtype, fused.r.shape);
+    ops::AttnResForward a{.sources = m.sources,
+                          .gamma = m.gamma,
+                          .query = m.query,
+                          .eps = 1e-5,
+                          .y = m.y,
+                          .weights = m.weights,
+                          .norm = fused.of(m.y)};
+    ops::attn_res(b.context(), a);
+    ops::rmsnorm(b.context(), apart.of(m.y));
+    CHECK(test::values_of(fused.y) == test::values_of(apart.y));
+    CHECK(test::values_of(fused.r) == test::values_of(apart.r));
+    CHECK(b.guards_hold());
+    a.norm = fused.of(m.dy);
+    CHECK_THROWS_AS(ops::attn_res(b.context(), a), Error);
+  }
+}
+
+// Forward with its norm, and backward, on the device; everything they write, on the host: weights, y, the norm's y and r, dgamma,
+// dquery, then the gradients of the sources.
+std::vector<Tensor> on_cuda(Bench& b, const Mix& m, const MixNorm& norm, bool frozen = false) {
+  test::DeviceBench d;
+  const Tensor y = d.empty(m.y.dtype, m.y.shape), weights = d.empty(DType::f32, m.weights.shape), dgamma = d.copy(m.dgamma),
+               dquery = d.copy(m.dquery), gamma = d.copy(m.gamma), query = d.copy(m.query), w = d.copy(norm.w),
+               normed = d.empty(m.y.dtype, m.y.shape), r = d.empty(DType::f32, norm.r.shape);
+  std::vector<ConstTensor> sources;
+  std::vector<Tensor> dsources;
+  for (const Tensor& v : m.own) sources.push_back(d.copy(v));
+  for (const Tensor& dv : m.dsources) dsources.push_back(d.copy(dv));
+  ops::attn_res(d.context(), ops::AttnResForward{.sources = sources,
+                                                 .gamma = gamma,
+                                                 .query = query,
+                                                 .eps = 1e-5,
+                                                 .y = y,
+                                                 .weights = weights,
+                                                 .norm = ops::RmsNormForward{.x = y, .w = w, .y = normed, .r = r, .eps = 1e-5}});
+  ops::attn_res(d.context(), ops::AttnResBackward{.dy = d.copy(m.dy),
+                                                  .sources = sources,
+                                                  .gamma = gamma,
+                                                  .query = query,
+                                                  .eps = 1e-5,
+                                                  .weights = weights,
+                                                  .dsources = dsources,
+                                                  .dgamma = frozen ? Tensor{} : dgamma,
+                                                  .dquery = frozen ? Tensor{} : dquery});
+  std::vector<Tensor> out{weights, y, normed, r, dgamma, dquery};
+  out.insert(out.end(), dsources.begin(), dsources.end());
+  const Tensor again = d.empty(m.y.dtype, m.y.shape);  // without a norm
+  ops::attn_res(d.context(), ops::AttnResForward{
+                                 .sources = sources, .gamma = gamma, .query = query, .eps = 1e-5, .y = again, .weights = weights});
+  for (Tensor& t : out) t = d.to_host(b, t);
+  CHECK(test::values_of(d.to_host(b, again)) == test::values_of(out[1]));
+  CHECK(d.guards_hold());
+  return out;
+}
+
+TEST_CASE("attn_res on CUDA, with the norm that follows, is within rounding of the f64 reference", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  for (const DType type : {DType::f32, DType::bf16})
+    for (const Sizes& s : {Sizes{1, 8, 1}, Sizes{3, 7, 4}, Sizes{130, 600, 9}, Sizes{65, 257, 2}, Sizes{20, 7168, 9},
+                           Sizes{300, 512, 3}, Sizes{7, 64, 64}, Sizes{3, 20001, 6}, Sizes{0, 64, 2}}) {
+      CAPTURE(name_of(type), s.T, s.D, s.Z);
+      Bench b;
+      const Mix m(b, type, s), wide(b, m);
+      const MixNorm norm(b, m);
+      MixNorm wide_norm = norm;
+      wide_norm.w = b.as(DType::f64, norm.w), wide_norm.y = b.empty(DType::f64, m.y.shape),
+      wide_norm.r = b.empty(DType::f64, {s.T});
+      const auto got = on_cuda(b, m, norm), frozen = on_cuda(b, m, norm, true);
+      wide.forward(b);
+      wide.backward(b);
+      ops::rmsnorm(b.context(), wide_norm.of(wide.y));
+      CHECK(test::values_of(frozen[4]) == std::vector<double>(std::size_t(s.D), 0));
+      if (s.T == 0) continue;
+      const double bound = type == DType::bf16 ? 4e-3 : 1e-5;
+      CHECK(test::difference(got[0], wide.weights, 1e-5) == "");
+      CHECK(test::difference(got[1], wide.y, bound) == "");
+      CHECK(test::difference(got[2], wide_norm.y, 3 * bound) == "");
+      CHECK(test::difference(got[3], wide_norm.r, 3 * bound) == "");
+      // With one source the softmax is constant, and these gradients are zero but for rounding.
+      CHECK(test::difference(got[4], wide.dgamma, 1e-4, s.Z == 1 ? 1e-4 : 0) == "");
+      CHECK(test::difference(got[5], wide.dquery, 1e-4, s.Z == 1 ? 1e-4 : 0) == "");
+      for (std::size_t n = 0; n < m.own.size(); ++n) {
+        CHECK(test::difference(got[6 + n], wide.dsources[n], 2e-5) == "");
+        CHECK(test::values_of(frozen[6 + n]) == test::values_of(got[6 + n]));
+      }
+    }
+}
+
+TEST_CASE("attn_res on CUDA gives the same bits in 20 runs", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  Bench b;
+  const Mix m(b, DType::bf16, {1500, 264, 5});
+  const MixNorm norm(b, m);
+  const auto first = on_cuda(b, m, norm);
+  for (int run = 0; run < 20; ++run) {
+    const auto again = on_cuda(b, m, norm);
+    for (std::size_t i = 0; i < first.size(); ++i)
+      CHECK(std::memcmp(again[i].data, first[i].data, std::size_t(first[i].bytes())) == 0);
   }
 }
 
