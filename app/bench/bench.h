@@ -59,5 +59,9 @@ void bench_sparse_attention(const Ceilings&, const Report&);
 void bench_indexer(const Ceilings&, const Report&);
 void bench_grouped_linear(const Ceilings&, const Report&);
 void bench_attention(const Ceilings&, const Report&);
+void bench_router(const Ceilings&, const Report&);
+void bench_permute(const Ceilings&, const Report&);
+void bench_adamw(const Ceilings&, const Report&);
+void bench_attn_res(const Ceilings&, const Report&);
 
 }  // namespace moetrain::app
