@@ -32,7 +32,7 @@ struct IndexerSelect {
   ConstTensor k;        // (T, H)
   ConstTensor weights;  // (T, J) real, already scaled by J^-1/2 H^-1/2; any sign
   Documents documents;
-  Tensor indices;  // (T, K) i32, by score descending, ties to the later position, then -1
+  Tensor indices;                           // (T, K) i32, by score descending, ties to the later position, then -1
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   struct Scratch {
     Tensor scores;  // (rows, longest document): query rows whose scores are held at once
@@ -45,8 +45,7 @@ struct IndexerSelect {
     const std::int64_t spilled = most > kFitsABlock ? std::int64_t(std::bit_ceil(std::uint64_t(most))) : 0;
     const std::int64_t rows = std::clamp<std::int64_t>(kBytes / (4 * std::max<std::int64_t>(longest, 1) + 8 * spilled), 1,
                                                        std::max<std::int64_t>(q.shape[0], 1));
-    return {ctx.scratch.take(DType::f32, {rows, longest}),
-            spilled > 0 ? ctx.scratch.take(DType::i64, {rows, spilled}) : Tensor{}};
+    return {ctx.scratch.take(DType::f32, {rows, longest}), spilled > 0 ? ctx.scratch.take(DType::i64, {rows, spilled}) : Tensor{}};
   }
   void check_shapes() const {
     check(q.shape.rank() == 3 && indices.shape.rank() == 2, "indexer_select: q, indices are not of rank 3, 2",
@@ -74,11 +73,11 @@ struct IndexerLoss {
   ConstTensor indices;  // (T, W) i32, the key set of a row (sparse stage); absent: all causal keys, column = position - document
                         // start (dense)
   Documents documents;
-  double gradient_scale;  // coefficient / rows of the global batch
-  Tensor loss;            // (1) real; adds sum_t KL(target_t || softmax(score_t))
-  Tensor dq;              // (T, J, H); absent (with dk, dweights): loss only
-  Tensor dk;              // (T, H)
-  Tensor dweights;        // (T, J) real, gradient of the scaled weights
+  double gradient_scale;                    // coefficient / rows of the global batch
+  Tensor loss;                              // (1) real; adds sum_t KL(target_t || softmax(score_t))
+  Tensor dq;                                // (T, J, H); absent (with dk, dweights): loss only
+  Tensor dk;                                // (T, H)
+  Tensor dweights;                          // (T, J) real, gradient of the scaled weights
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   struct Scratch {
     Tensor row_loss;  // (T)
@@ -145,12 +144,16 @@ void indexer_loss(Context&, const IndexerLoss&);
 inline void indexer_select(Context& ctx, const IndexerSelect& a) {
   dispatch(
       ctx, "indexer_select forward", a, [&] { cpu::indexer_select(ctx, a); },
-      [&] { if constexpr (kHasCuda) cuda::indexer_select(ctx, a); });
+      [&] {
+        if constexpr (kHasCuda) cuda::indexer_select(ctx, a);
+      });
 }
 inline void indexer_loss(Context& ctx, const IndexerLoss& a) {
   dispatch(
       ctx, "indexer_loss forward", a, [&] { cpu::indexer_loss(ctx, a); },
-      [&] { if constexpr (kHasCuda) cuda::indexer_loss(ctx, a); });
+      [&] {
+        if constexpr (kHasCuda) cuda::indexer_loss(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

@@ -30,12 +30,15 @@ struct SparseAttentionForward {
   ConstTensor k_extra;   // (T, He), shared by all heads; He may be 0
   ConstTensor indices;   // (T, K) i32, positions in 0..T-1 of the same document; -1: empty slot
   double scale;
-  Tensor o_latent;     // (T, N, C)
-  Tensor lse;          // (T, N) real; kept for backward
-  Tensor probability;  // (T, K) real, mean over heads, 0 at empty slots; absent: not wanted
+  Tensor o_latent;                          // (T, N, C)
+  Tensor lse;                               // (T, N) real; kept for backward
+  Tensor probability;                       // (T, K) real, mean over heads, 0 at empty slots; absent: not wanted
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  bool on_tensor_cores() const {            // of a CUDA device
+    return q.dtype == DType::bf16 && latent.shape[1] == 512 && k_extra.shape[1] == 64 && q.shape[2] % 8 == 0;
+  }
   Tensor take_scratch(Context& ctx) const {  // of the CUDA backend: the scores of some heads of each block's query
-    if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
+    if (on_tensor_cores() || (ctx.dry() && ctx.plans_for == Device::cpu)) return {};
     constexpr std::int64_t kBlocks = 528, kHeads = 8;  // four blocks a multiprocessor of an H200
     return ctx.scratch.take(DType::f32, {std::min(q.shape[0], kBlocks), kHeads, indices.shape[1]});
   }
@@ -83,24 +86,45 @@ struct SparseAttentionBackward {
   ConstTensor o_latent;   // (T, N, C)
   ConstTensor lse;        // (T, N) real
   double scale;
-  Tensor dq_latent;  // (T, N, C)
-  Tensor dq;         // (T, N, Hn + He), written: the last He columns
-  Tensor dlatent;    // (T, C)
-  Tensor dk_extra;   // (T, He)
+  Tensor dq_latent;                         // (T, N, C)
+  Tensor dq;                                // (T, N, Hn + He), written: the last He columns
+  Tensor dlatent;                           // (T, C)
+  Tensor dk_extra;                          // (T, He)
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  bool on_tensor_cores() const {            // of a CUDA device
+    return q.dtype == DType::bf16 && latent.shape[1] == 512 && k_extra.shape[1] == 64 && q.shape[2] % 8 == 0 &&
+           q.shape[0] <= 1 << 20;
+  }
+  // Of the CUDA backend, which holds some rows of queries at a time: the probabilities and the gradients of scores of their pairs.
   struct Scratch {
-    Tensor p, dz;  // (rows, N, K): query rows whose probabilities and their gradients are held at once
-    Tensor slots;  // (T, rows)
-    Tensor sums;   // (T, C + He)
+    Tensor p, dz;                   // (rows, N, K)
+    Tensor slots;                   // (T, rows)
+    Tensor pairs;                   // on tensor cores: (rows, K, 128) bf16, of 64 heads, and
+    Tensor listed, counts, bounds;  // the positions of each row in order
+    Tensor sums;                    // (T, C + He), on tensor cores (parts, T, C + He)
   };
-  Scratch take_scratch(Context& ctx) const {  // of the CUDA backend
+  Scratch take_scratch(Context& ctx) const {
     if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
-    constexpr std::int64_t kBytes = std::int64_t(256) << 20, f32 = 4, i32 = 4;
+    constexpr std::int64_t kBytes = std::int64_t(288) << 20, f32 = 4, i32 = 4, kPair = 128, kSMs = 132, kMostRows = 8 * kSMs;
     const std::int64_t T = q.shape[0], N = q.shape[1], K = indices.shape[1], width = latent.shape[1] + k_extra.shape[1];
-    const std::int64_t rows =
-        std::clamp<std::int64_t>(kBytes / std::max<std::int64_t>(2 * N * K * f32 + T * i32, 1), 1, std::max<std::int64_t>(T, 1));
-    return {ctx.scratch.take(DType::f32, {rows, N, K}), ctx.scratch.take(DType::f32, {rows, N, K}),
-            ctx.scratch.take(DType::i32, {T, rows}), ctx.scratch.take(DType::f32, {T, width})};
+    const bool tiles = on_tensor_cores();
+    const std::int64_t a_row = tiles ? K * (2 * kPair + i32) : 2 * N * K * f32 + T * i32;
+    const std::int64_t fit = std::clamp<std::int64_t>(kBytes / std::max<std::int64_t>(a_row, 1), 1, std::max<std::int64_t>(T, 1));
+    if (!tiles)
+      return {.p = ctx.scratch.take(DType::f32, {fit, N, K}),
+              .dz = ctx.scratch.take(DType::f32, {fit, N, K}),
+              .slots = ctx.scratch.take(DType::i32, {T, fit}),
+              .sums = ctx.scratch.take(DType::f32, {T, width})};
+    const std::int64_t rows = fit < kSMs ? fit : std::min(fit / kSMs * kSMs, kMostRows);  // a multiprocessor a row, all of them
+    constexpr std::int64_t kRange = 512, kPanel = 64, kBlocks = 1152, kMostParts = 8;     // as cuda/key_tiles.cuh
+    const std::int64_t ranges = (T + kRange - 1) / kRange,
+                       parts =
+                           std::clamp<std::int64_t>(kBlocks / std::max<std::int64_t>(ranges * (width / kPanel), 1), 1, kMostParts);
+    return {.pairs = ctx.scratch.take(DType::bf16, {rows, K, kPair}),
+            .listed = ctx.scratch.take(DType::i32, {rows, K}),
+            .counts = ctx.scratch.take(DType::i32, {rows}),
+            .bounds = ctx.scratch.take(DType::i32, {rows, ranges + 1}),
+            .sums = ctx.scratch.take(DType::f32, {parts, T, width})};
   }
   void check_shapes() const {
     check(q_latent.shape.rank() == 3 && q.shape.rank() == 3 && k_extra.shape.rank() == 2 && indices.shape.rank() == 2,
@@ -159,12 +183,16 @@ void sparse_attention(Context&, const SparseAttentionBackward&);
 inline void sparse_attention(Context& ctx, const SparseAttentionForward& a) {
   dispatch(
       ctx, "sparse_attention forward", a, [&] { cpu::sparse_attention(ctx, a); },
-      [&] { if constexpr (kHasCuda) cuda::sparse_attention(ctx, a); });
+      [&] {
+        if constexpr (kHasCuda) cuda::sparse_attention(ctx, a);
+      });
 }
 inline void sparse_attention(Context& ctx, const SparseAttentionBackward& a) {
   dispatch(
       ctx, "sparse_attention backward", a, [&] { cpu::sparse_attention(ctx, a); },
-      [&] { if constexpr (kHasCuda) cuda::sparse_attention(ctx, a); });
+      [&] {
+        if constexpr (kHasCuda) cuda::sparse_attention(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

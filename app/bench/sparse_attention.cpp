@@ -10,13 +10,14 @@
 namespace moetrain::app {
 namespace {
 
-// K causal positions a row, each as likely: a row's positions are s, s + g, s + 2 g, ... modulo its length, for a random start and a
-// random step g without a divisor in common with it; all where there are at most K, then -1.
+// K causal positions a row, each as likely: a row's positions are s, s + g, s + 2 g, ... modulo its length, for a random start and
+// a random step g without a divisor in common with it; all where there are at most K, then -1.
 std::vector<std::int32_t> random_positions(std::int64_t T, std::int64_t K) {
   std::vector<std::int32_t> indices(std::size_t(T * K), -1);
   for (std::int64_t t = 0; t < T; ++t) {
     const std::int64_t n = t + 1;
-    auto step = std::int64_t(ops::uniform(11, 0, std::uint64_t(t)) * double(n)), at = std::int64_t(ops::uniform(11, 1, std::uint64_t(t)) * double(n));
+    auto step = std::int64_t(ops::uniform(11, 0, std::uint64_t(t)) * double(n)),
+         at = std::int64_t(ops::uniform(11, 1, std::uint64_t(t)) * double(n));
     while (step < 1 || std::gcd(step, n) != 1) ++step;
     for (std::int64_t k = 0; k < std::min(K, n); ++k, at = (at + step) % n) indices[std::size_t(t * K + k)] = std::int32_t(at);
   }
@@ -66,7 +67,8 @@ void bench_sparse_attention(const Ceilings& ceilings, const Report& report) {
     };
     const std::string shape = "T8192 top-2048 512+64 N" + std::to_string(N);
     report(b.time("sparse_attention forward", shape, products, bytes, [&] { forward({}); }));
-    report(b.time("sparse_attention forward with probability", shape, products, bytes + 4 * double(T * K), [&] { forward(probability); }));
+    report(b.time("sparse_attention forward with probability", shape, products, bytes + 4 * double(T * K),
+                  [&] { forward(probability); }));
     report(b.time("sparse_attention forward + backward", shape, products * (1 + 2.53), 4 * bytes, [&] {
       forward({});
       backward();

@@ -1,13 +1,12 @@
 // indexer.cu -- which kernels run; the exact selection of the best keys of a row of scores; and scores and loss for any width and
 // for f32, in plain arithmetic. bf16 in the model's widths goes to indexer_tiles.cu.
-#include "ops/indexer.h"
-
 #include <algorithm>
 #include <bit>
 
 #include "ops/cuda/key_sums.cuh"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/rows.cuh"
+#include "ops/indexer.h"
 
 namespace moetrain::ops {
 namespace {
@@ -19,7 +18,8 @@ constexpr std::int64_t kBlocks = 528;  // rows in flight: four a multiprocessor 
 struct DocumentList {
   const std::int64_t* starts;  // (count + 1)
   std::int64_t count;
-  explicit DocumentList(const Documents& d) : starts(d.on_device.present() ? d.on_device.as<std::int64_t>() : nullptr), count(d.count()) {
+  explicit DocumentList(const Documents& d)
+      : starts(d.on_device.present() ? d.on_device.as<std::int64_t>() : nullptr), count(d.count()) {
     check(starts || count == 0, "indexer: the documents are not on the device");
   }
   __device__ std::int64_t first_of(std::int64_t t) const {  // where the document of position t begins
@@ -89,7 +89,7 @@ __global__ void scores_kernel(const T* __restrict__ q, const T* __restrict__ k, 
 // ---- selection
 
 constexpr int kSelectThreads = 512, kDigit = 11, kBins = 1 << kDigit;
-constexpr int kSegment = 4 * kWarp;               // keys that a warp sorts in registers
+constexpr int kSegment = 4 * kWarp;  // keys that a warp sorts in registers
 
 // A score and its place as one number that sorts as the contract says: larger is better.
 __device__ std::uint64_t rank_of(float score, std::int64_t place, int place_bits) {
@@ -216,14 +216,14 @@ __global__ void __launch_bounds__(kSelectThreads)
       least = least << (top - shift) | found;
       need -= std::int32_t(above);
       const bool whole = bins[found] == need;
-      __syncthreads();  // waits for the readers of the bins
+      __syncthreads();   // waits for the readers of the bins
       if (whole) break;  // at shift 0 at the latest: ranks differ from one another
       top = shift;
     }
   }
   if (threadIdx.x == 0) filled = 0;
   for (std::int64_t i = taken + threadIdx.x; i < held; i += kSelectThreads) ranks[i] = 0;  // below every rank
-  __syncthreads();  // waits for the counter
+  __syncthreads();                                                                         // waits for the counter
   for (std::int64_t s = threadIdx.x; s < (n + kSelectThreads - 1) / kSelectThreads * kSelectThreads; s += kSelectThreads) {
     const std::uint64_t rank = s < n ? rank_of(row[s], s, place_bits) : 0;
     const bool in = s < n && rank >> shift >= least;
@@ -415,14 +415,17 @@ void loss(Context& ctx, const IndexerLoss& a) {
   const std::int64_t chunk = scratch.u.shape[0];
   for (std::int64_t begin = 0; begin < tokens; begin += chunk) {
     const std::int64_t end = std::min(begin + chunk, tokens), rows = end - begin;
-    launch(ctx, loss_kernel<T>, {blocks(std::min(rows, kBlocks), 1), dim3(kLossThreads), std::size_t(kHeads * H) * sizeof(float)}, in,
-           documents, scratch.u.template as<float>(), scratch.scores.template as<float>(), scratch.row_loss.template as<float>(),
-           device_pointer<Storage>(a.dq), gradients ? a.dweights.as<float>() : nullptr, begin, end);
+    launch(ctx, loss_kernel<T>, {blocks(std::min(rows, kBlocks), 1), dim3(kLossThreads), std::size_t(kHeads * H) * sizeof(float)},
+           in, documents, scratch.u.template as<float>(), scratch.scores.template as<float>(),
+           scratch.row_loss.template as<float>(), device_pointer<Storage>(a.dq), gradients ? a.dweights.as<float>() : nullptr,
+           begin, end);
     if (!gradients) continue;
     std::int32_t* const slots = scratch.slots.template as<std::int32_t>();
-    if (in.indices) invert(ctx, in.indices + begin * W, slots, rows, W, tokens);
+    if (in.indices)
+      invert(ctx, in.indices + begin * W, slots, rows, W, tokens);
     else
-      launch(ctx, causal_slots_kernel, {dim3(blocks(rows, 1), blocks(tokens, 256)), dim3(256)}, documents, slots, begin, rows, tokens);
+      launch(ctx, causal_slots_kernel, {dim3(blocks(rows, 1), blocks(tokens, 256)), dim3(256)}, documents, slots, begin, rows,
+             tokens);
     sum_keys(ctx, KeySums<T>{.terms = {{scratch.u.template as<float>(), in.q + begin * J * H, H, 0, H}},
                              .slots = slots,
                              .sums = scratch.dk.template as<float>(),

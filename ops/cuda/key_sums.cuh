@@ -29,7 +29,7 @@ constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 
 // grid (rows), any block: slots[s, row] = k where indices[row, k] = s; slots comes filled with -1
 static __global__ void invert_kernel(const std::int32_t* __restrict__ indices, std::int32_t* __restrict__ slots, std::int64_t rows,
-                              std::int64_t K, std::int64_t keys) {
+                                     std::int64_t K, std::int64_t keys) {
   const std::int64_t row = blockIdx.x;
   for (std::int64_t k = threadIdx.x; k < K; k += blockDim.x) {
     const std::int64_t s = indices[row * K + k];

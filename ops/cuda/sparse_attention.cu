@@ -1,12 +1,13 @@
 // sparse_attention.cu -- which kernels run, and those for any width and for f32: a block a query, eight heads at a time, a warp a
-// key for the products and a thread a column for the sums. bf16 in the model's widths goes to sparse_attention_tiles.cu.
-#include "ops/sparse_attention.h"
-
+// key for the products and a thread a column for the sums. bf16 in the model's widths
+// goes to sparse_attention_forward.cu and sparse_attention_backward.cu.
 #include <algorithm>
 
 #include "ops/cuda/key_sums.cuh"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/rows.cuh"
+#include "ops/cuda/sparse_attention_tiles.cuh"
+#include "ops/sparse_attention.h"
 
 namespace moetrain::ops {
 namespace {
@@ -135,8 +136,8 @@ __global__ void sparse_attention_forward_kernel(const Inputs<T> in, T* __restric
   }
 }
 
-// grid (up to kBlocks), block (kThreads), shared kHeads * (2 C + He) floats: rows [begin, end) of queries; p and dz (end - begin, N,
-// K) are the probabilities and the gradients of the scores, 0 at empty slots
+// grid (up to kBlocks), block (kThreads), shared kHeads * (2 C + He) floats: rows [begin, end) of queries; p and dz (end - begin,
+// N, K) are the probabilities and the gradients of the scores, 0 at empty slots
 template <class T>
 __global__ void sparse_attention_backward_kernel(const Inputs<T> in, const T* __restrict__ do_latent, const T* __restrict__ o,
                                                  const float* __restrict__ lse, T* __restrict__ dq_latent, T* __restrict__ dq,
@@ -252,13 +253,21 @@ void with_type(DType type, Body body) {
   body(bf16{});
 }
 
+void check_aligned(std::initializer_list<ConstTensor> tensors) {  // what views by rows keep
+  check(in_packs<8>(8, tensors), "sparse_attention: a tensor does not begin at a multiple of 16 bytes");
+}
+
 }  // namespace
 
 void cuda::sparse_attention(Context& ctx, const SparseAttentionForward& a) {
-  with_type(a.q.dtype, [&](auto storage) { forward<decltype(storage)>(ctx, a); });
+  if (!a.on_tensor_cores()) return with_type(a.q.dtype, [&](auto storage) { forward<decltype(storage)>(ctx, a); });
+  check_aligned({a.q_latent, a.q, a.latent, a.k_extra, a.o_latent});
+  sparse_attention_tiles(ctx, a);
 }
 void cuda::sparse_attention(Context& ctx, const SparseAttentionBackward& a) {
-  with_type(a.q.dtype, [&](auto storage) { backward<decltype(storage)>(ctx, a); });
+  if (!a.on_tensor_cores()) return with_type(a.q.dtype, [&](auto storage) { backward<decltype(storage)>(ctx, a); });
+  check_aligned({a.do_latent, a.q_latent, a.q, a.latent, a.k_extra, a.o_latent, a.dq_latent, a.dq});
+  sparse_attention_tiles(ctx, a);
 }
 
 }  // namespace moetrain::ops

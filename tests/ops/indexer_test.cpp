@@ -119,11 +119,10 @@ TEST_CASE("indexer selection ranks a score that is not a number last", "[ops][cp
 Tensor select_on_cuda(Bench& bench, ConstTensor q, ConstTensor k, ConstTensor weights, const Starts& starts, std::int64_t K) {
   DeviceBench d;
   const auto indices = d.empty(DType::i32, {q.shape[0], K});
-  ops::indexer_select(d.context(), ops::IndexerSelect{.q = d.copy(q),
-                                                      .k = d.copy(k),
-                                                      .weights = d.copy(weights),
-                                                      .documents = d.documents(starts),
-                                                      .indices = indices});
+  ops::indexer_select(
+      d.context(),
+      ops::IndexerSelect{
+          .q = d.copy(q), .k = d.copy(k), .weights = d.copy(weights), .documents = d.documents(starts), .indices = indices});
   CHECK(d.guards_hold());
   return d.to_host(bench, indices);
 }
@@ -166,8 +165,9 @@ TEST_CASE("indexer selection on CUDA of a long row of known scores is that of a 
   const auto uniform = bench.uniform(DType::f32, {T, 1}, 0.5, 0.5001);  // all of one sign and power of two
   const auto k = kind == 0   ? bench.uniform(DType::f32, {T, 1}, 0, 1)
                  : kind == 1 ? uniform
-                 : kind == 2 ? bench.filled(DType::f32, {T, 1}, [](std::int64_t s) { return double(s % 7 == 0); })
-                             : bench.filled(DType::f32, {T, 1}, [&](std::int64_t s) { return s % 3 == 0 ? nan : double(s % 1000); });
+                 : kind == 2
+                     ? bench.filled(DType::f32, {T, 1}, [](std::int64_t s) { return double(s % 7 == 0); })
+                     : bench.filled(DType::f32, {T, 1}, [&](std::int64_t s) { return s % 3 == 0 ? nan : double(s % 1000); });
   const auto ones = bench.filled(DType::f32, {T, 1, 1}, [](auto) { return 1; });
   const auto value = [&](std::int64_t s) {
     const double x = Bench::get(k, s);
@@ -187,9 +187,8 @@ TEST_CASE("indexer selection on CUDA of a long row of known scores is that of a 
     for (const std::int64_t t : {T - 1, T / 2, K - 2}) {
       std::vector<std::int32_t> order(static_cast<std::size_t>(t + 1));
       std::iota(order.begin(), order.end(), 0);
-      std::sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
-        return value(a) > value(b) || (value(a) == value(b) && a > b);
-      });
+      std::sort(order.begin(), order.end(),
+                [&](std::int32_t a, std::int32_t b) { return value(a) > value(b) || (value(a) == value(b) && a > b); });
       order.resize(std::size_t(K), -1);
       const auto row = d.to_host(bench, indices.rows(t, t + 1));
       CHECK(std::memcmp(row.data, order.data(), std::size_t(4 * K)) == 0);
@@ -205,7 +204,8 @@ TEST_CASE("indexer selection on CUDA takes the best scores in their order, up to
   const Starts starts{0, 30, 430};
   const std::int64_t T = starts.back(), J = 32, H = 128, K = 100;
   Bench bench(19);
-  const auto q = bench.normal(type, {T, J, H}), k = bench.normal(type, {T, H}), weights = bench.normal(DType::f32, {T, J}, 1 / 64.0);
+  const auto q = bench.normal(type, {T, J, H}), k = bench.normal(type, {T, H}),
+             weights = bench.normal(DType::f32, {T, J}, 1 / 64.0);
   const auto got = select_on_cuda(bench, q, k, weights, starts, K);
   CHECK(same(select_on_cuda(bench, q, k, weights, starts, K), got));
   const double rounding = 2e-4;  // scores are of size 1

@@ -79,29 +79,29 @@ struct Problem {
   void backward(Bench& bench) const { run_backward(bench.context()); }
   void run_forward(ops::Context& ctx, bool with_probability) const {
     ops::sparse_attention(ctx, ops::SparseAttentionForward{.q_latent = q_latent,
-                                                                       .q = q,
-                                                                       .latent = latent,
-                                                                       .k_extra = k_extra,
-                                                                       .indices = indices,
-                                                                       .scale = scale,
-                                                                       .o_latent = o,
-                                                                       .lse = lse,
-                                                                       .probability = with_probability ? probability : Tensor{}});
+                                                           .q = q,
+                                                           .latent = latent,
+                                                           .k_extra = k_extra,
+                                                           .indices = indices,
+                                                           .scale = scale,
+                                                           .o_latent = o,
+                                                           .lse = lse,
+                                                           .probability = with_probability ? probability : Tensor{}});
   }
   void run_backward(ops::Context& ctx) const {
     ops::sparse_attention(ctx, ops::SparseAttentionBackward{.do_latent = dout,
-                                                                        .q_latent = q_latent,
-                                                                        .q = q,
-                                                                        .latent = latent,
-                                                                        .k_extra = k_extra,
-                                                                        .indices = indices,
-                                                                        .o_latent = o,
-                                                                        .lse = lse,
-                                                                        .scale = scale,
-                                                                        .dq_latent = dq_latent,
-                                                                        .dq = dq,
-                                                                        .dlatent = dlatent,
-                                                                        .dk_extra = dk_extra});
+                                                            .q_latent = q_latent,
+                                                            .q = q,
+                                                            .latent = latent,
+                                                            .k_extra = k_extra,
+                                                            .indices = indices,
+                                                            .o_latent = o,
+                                                            .lse = lse,
+                                                            .scale = scale,
+                                                            .dq_latent = dq_latent,
+                                                            .dq = dq,
+                                                            .dlatent = dlatent,
+                                                            .dk_extra = dk_extra});
   }
   // Forward and backward on the CUDA device; the results in this problem's outputs. lse and o of backward are those of forward.
   void on_cuda(Bench& bench, bool with_probability = true) {
@@ -402,8 +402,8 @@ struct DeviceCase {
   Starts starts;
 };
 
-// Widths for the kernels of any width, then those of the model: heads under, at and over a tile, slots that end inside one, rows that
-// fill theirs, and more rows than one block takes.
+// Widths for the kernels of any width, then those of the model: heads under, at and over a tile, slots that end inside one, rows
+// that fill theirs, and more rows than one block takes.
 const std::initializer_list<DeviceCase> kDeviceCases = {
     {DType::f32, 1, 1, 0, 1, 1, {0, 1}},
     {DType::f32, 3, 19, 5, 33, 29, {0, 100, 301}},
@@ -481,9 +481,10 @@ TEST_CASE("sparse attention on CUDA of rows without a position is zero, and nobo
 TEST_CASE("sparse attention on CUDA takes zero rows, and gives the same bits in 20 runs", "[ops][cuda]") {
   if (!cuda_device_here()) return;
   Bench bench(93);
-  for (const auto type : {DType::f32, DType::bf16}) Problem(bench, type, 64, 512, 64, bench.empty(DType::i32, {0, 40})).on_cuda(bench);
-  for (const DeviceCase& c : {DeviceCase{DType::f32, 3, 19, 5, 33, 29, {0, 100, 301}},
-                              DeviceCase{DType::bf16, 64, 512, 64, 150, 140, {0, 600, 1100}}}) {
+  for (const auto type : {DType::f32, DType::bf16})
+    Problem(bench, type, 64, 512, 64, bench.empty(DType::i32, {0, 40})).on_cuda(bench);
+  for (const DeviceCase& c :
+       {DeviceCase{DType::f32, 3, 19, 5, 33, 29, {0, 100, 301}}, DeviceCase{DType::bf16, 64, 512, 64, 150, 140, {0, 600, 1100}}}) {
     CAPTURE(name_of(c.type));
     Problem first(bench, c.type, c.N, c.C, c.He, scattered(bench, c.starts, c.K, c.taken, 9));
     first.scale = 1 / std::sqrt(double(c.C + c.He));

@@ -1,0 +1,144 @@
+// sparse_attention_tiles.cuh -- what the tensor-core kernels of sparse attention share: 64 heads of one query meet its selected
+// keys 32 at a time, gathered into shared memory in panels of 64 columns; a column is 512 of the latent, then 64 extra.
+#pragma once
+#include <cuda_bf16.h>
+
+#include "ops/cuda/tensor_copy.cuh"
+#include "ops/cuda/tensor_cores.cuh"
+#include "ops/sparse_attention.h"
+
+namespace moetrain::ops::cuda {
+
+void sparse_attention_tiles(Context&, const SparseAttentionForward&);
+void sparse_attention_tiles(Context&, const SparseAttentionBackward&);
+
+namespace tiles {
+
+constexpr int kHeads = 64, kLatent = 512, kExtra = 64, kPanel = 64, kPanels = (kLatent + kExtra) / kPanel, kKeys = 32;
+constexpr int kGroup = 128;  // threads of a warpgroup
+constexpr int kLine = kPanel * int(sizeof(__nv_bfloat16));
+constexpr int kKeyPanel = kKeys * kLine, kKeyTile = kPanels * kKeyPanel, kHeadPanel = kHeads * kLine;  // bytes
+constexpr float kLog2E = 1.44269504088896340736F, kLn2 = 0.69314718055994530942F;
+
+struct Inputs {
+  const __nv_bfloat16 *q_latent, *q, *latent, *k_extra;
+  const std::int32_t* indices;  // (T, K)
+  std::int64_t T, N, K, Hq;
+  float scale_log2;  // scale * log2 e
+  template <class Args>
+  explicit Inputs(const Args& a)
+      : q_latent(device_pointer<bf16>(a.q_latent)),
+        q(device_pointer<bf16>(a.q)),
+        latent(device_pointer<bf16>(a.latent)),
+        k_extra(device_pointer<bf16>(a.k_extra)),
+        indices(a.indices.template as<std::int32_t>()),
+        T(a.q.shape[0]),
+        N(a.q.shape[1]),
+        K(a.indices.shape[1]),
+        Hq(a.q.shape[2]),
+        scale_log2(float(a.scale) * kLog2E) {}
+};
+
+// Where 16-byte piece `piece` of line `row` lies in a panel.
+__device__ inline std::uint32_t place(int row, int piece) { return std::uint32_t(row * kLine + ((piece ^ (row & 7)) << 4)); }
+
+// Queues 16 bytes, or zeros, for shared memory; the barrier hears of what a thread has queued.
+__device__ inline void copy_piece(std::uint32_t to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)), "r"(there ? 16 : 0)
+               : "memory");
+}
+__device__ inline void arrive_when_copied(std::uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ inline void wait_for_own_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// A warpgroup's thread queues its share of a tile: lines thread / 8 and 16 on, of which `at` says the positions (-1: zeros).
+__device__ inline void gather(const Inputs& in, const std::int32_t (&at)[2], std::uint32_t tile, int thread) {
+  const int piece = thread % 8;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const bool there = at[i] >= 0;
+    const std::int64_t s = there ? at[i] : 0;
+    const std::uint32_t to = tile + place(thread / 8 + 16 * i, piece);
+    const __nv_bfloat16* from = in.latent + s * kLatent + piece * 8;
+#pragma unroll
+    for (int p = 0; p < kPanels - 1; ++p) copy_piece(to + p * kKeyPanel, from + p * kPanel, there);
+    copy_piece(to + (kPanels - 1) * kKeyPanel, in.k_extra + s * kExtra + piece * 8, there);
+  }
+}
+
+// Heads [head, head + 64) of query t, latent and extra, or zeros past the last head, into panels; all `threads` of a block.
+__device__ inline void load_query(const Inputs& in, std::int64_t t, std::int64_t head, unsigned char* to, int threads) {
+  for (int i = int(threadIdx.x); i < kHeads * kPanels * 8; i += threads) {
+    const int row = i / (kPanels * 8), panel = i / 8 % kPanels, piece = i % 8;
+    const std::int64_t n = t * in.N + head + row;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (head + row < in.N)
+      x = *reinterpret_cast<const uint4*>(panel < kPanels - 1 ? in.q_latent + n * kLatent + panel * kPanel + piece * 8
+                                                              : in.q + n * in.Hq + in.Hq - kExtra + piece * 8);
+    *reinterpret_cast<uint4*>(to + panel * kHeadPanel + place(row, piece)) = x;
+  }
+}
+
+// z += products of 64 heads (panels of 64 lines) with 32 keys over the first kCount panels.
+template <int kCount>
+__device__ void products(float (&z)[kKeys / 2], std::uint32_t heads, std::uint32_t keys) {
+#pragma unroll
+  for (int p = 0; p < kCount; ++p)
+#pragma unroll
+    for (int step = 0; step < kPanel / 16; ++step)
+      wgmma<Along::k, Along::k>(z, operand_at(heads + p * kHeadPanel) + step * step_of(Along::k),
+                                operand_at(keys + p * kKeyPanel) + step * step_of(Along::k));
+}
+
+__device__ inline std::uint32_t packed(float low, float high) {
+  const __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const std::uint32_t*>(&x);
+}
+
+// A warpgroup's 64 x 32 values, as bf16 and transposed: a line a key with its 64 heads.
+__device__ inline void store_transposed(const float (&x)[kKeys / 2], std::uint32_t to, int warp, int lane) {
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+    const std::uint32_t address = to + place(8 * (j + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2);
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(packed(x[4 * j], x[4 * j + 1])), "r"(packed(x[4 * j + 2], x[4 * j + 3])),
+                 "r"(packed(x[4 * j + 4], x[4 * j + 5])), "r"(packed(x[4 * j + 6], x[4 * j + 7]))
+                 : "memory");
+  }
+}
+
+// Rows of 16-byte pieces from sums: each lane of four ends with a whole piece of the four that they hold a quarter of each.
+__device__ inline uint4 whole_piece(std::uint32_t x0, std::uint32_t x1, std::uint32_t x2, std::uint32_t x3, int lane) {
+  const bool odd = lane & 1, upper = lane & 2;
+  const std::uint32_t a = __shfl_xor_sync(0xffffffffU, odd ? x0 : x1, 1), b = __shfl_xor_sync(0xffffffffU, odd ? x2 : x3, 1);
+  (odd ? x0 : x1) = a;
+  (odd ? x2 : x3) = b;
+  const std::uint32_t c = __shfl_xor_sync(0xffffffffU, upper ? x0 : x2, 2), d = __shfl_xor_sync(0xffffffffU, upper ? x1 : x3, 2);
+  (upper ? x0 : x2) = c;
+  (upper ? x1 : x3) = d;
+  return make_uint4(x0, x1, x2, x3);
+}
+// Panel `panel` of a thread's sums (64 heads by panels of 64 columns) times factor[h], to rows first_row and first_row + 8 where
+// they are below `rows`; to: the panel's first column of row 0.
+template <int kCount>
+__device__ void store_panel(const float (&sums)[kCount], int panel, const float (&factor)[2], __nv_bfloat16* to,
+                            std::int64_t stride, std::int64_t first_row, std::int64_t rows, int lane) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int j = 0; j < 8; j += 4) {
+      std::uint32_t x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 4 * (8 * panel + j + i) + 2 * h;
+        x[i] = packed(sums[at] * factor[h], sums[at + 1] * factor[h]);
+      }
+      const uint4 piece = whole_piece(x[0], x[1], x[2], x[3], lane);
+      const std::int64_t row = first_row + 8 * h;
+      if (row < rows) *reinterpret_cast<uint4*>(to + row * stride + 8 * (j + lane % 4)) = piece;
+    }
+}
+
+}  // namespace tiles
+}  // namespace moetrain::ops::cuda
