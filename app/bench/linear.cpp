@@ -1,4 +1,4 @@
-// linear.cpp -- dense products of the model's widths.
+// linear.cpp -- dense products of the model's widths, and the router's, whose weights and logits are f32.
 #include "ops/linear.h"
 
 #include "app/bench/bench.h"
@@ -6,15 +6,23 @@
 namespace moetrain::app {
 
 void bench_linear(const Ceilings& ceilings, const Report& report) {
-  for (const auto [T, I, O] : {std::array<std::int64_t, 3>{8192, 7168, 12288}, {8192, 2048, 2048}, {8192, 7168, 7168}}) {
+  struct Case {
+    std::int64_t T, I, O;
+    DType w, y;
+  };
+  for (const Case& c : {Case{8192, 7168, 12288, DType::bf16, DType::bf16}, Case{8192, 2048, 2048, DType::bf16, DType::bf16},
+                        Case{8192, 7168, 7168, DType::bf16, DType::bf16}, Case{8192, 7168, 896, DType::f32, DType::f32}}) {
     BenchCase b(ceilings);
-    const Tensor x = b.normal(DType::bf16, {T, I}), w = b.normal(DType::bf16, {O, I}), y = b.empty(DType::bf16, {T, O}),
-                 dx = b.empty(DType::bf16, {T, I}), dw = b.zeros(DType::f32, {O, I});
-    const double flops = 2 * double(T) * double(I) * double(O), bytes = 2 * double(T * I + O * I + T * O);
-    const std::string shape = "T" + std::to_string(T) + " I" + std::to_string(I) + " O" + std::to_string(O);
-    report(b.time("linear forward", shape, flops, bytes,
-                  [&] { ops::linear(b.context(), ops::LinearForward{.x = x, .w = w, .y = y}); }));
-    report(b.time("linear backward", shape, 2 * flops, 2 * bytes + 8 * double(O * I), [&] {
+    const Tensor x = b.normal(DType::bf16, {c.T, c.I}), w = b.normal(c.w, {c.O, c.I}), y = b.normal(c.y, {c.T, c.O}),
+                 dx = b.empty(DType::bf16, {c.T, c.I}), dw = b.zeros(DType::f32, {c.O, c.I});
+    const double flops = 2 * double(c.T) * double(c.I) * double(c.O);
+    const double once = double(x.bytes() + w.bytes() + y.bytes()), back = once + double(y.bytes() + dx.bytes() + 2 * dw.bytes());
+    const std::string shape = "T" + std::to_string(c.T) + " I" + std::to_string(c.I) + " O" + std::to_string(c.O) +
+                              (c.w == DType::f32 ? ", f32 w and y" : "");
+    const auto forward = [&] { ops::linear(b.context(), ops::LinearForward{.x = x, .w = w, .y = y}); };
+    report(b.time("linear forward", shape, flops, once, forward));
+    report(b.time("linear forward + backward", shape, 3 * flops, once + back, [&] {
+      forward();
       ops::linear(b.context(), ops::LinearBackward{.dy = y, .x = x, .w = w, .dx = dx, .dw = dw});
     }));
   }
