@@ -455,7 +455,8 @@ void cuda::attention(Context& ctx, const AttentionBackward& a) {
     if (a.q.shape[0] == 0) return;
     find_documents(ctx, a.documents, scratch.documents);
     row_statistics(ctx, a, scratch.lse, scratch.delta);
-    backward<decltype(storage)>(ctx, a, scratch);
+    if (wgmma_takes(a)) attention_wgmma(ctx, a, scratch);
+    else backward<decltype(storage)>(ctx, a, scratch);
     sum_extra_parts(ctx, scratch.extra_parts, a.dk_extra);
   });
 }

@@ -31,6 +31,8 @@ void sum_extra_parts(Context& ctx, ConstTensor parts, Tensor dk_extra);
 
 // The tensor cores' own kernels, for bf16 heads of widths that they take.
 bool wgmma_takes(const AttentionForward& a);
+bool wgmma_takes(const AttentionBackward& a);
 void attention_wgmma(Context& ctx, const AttentionForward& a, ConstTensor documents);
+void attention_wgmma(Context& ctx, const AttentionBackward& a, const AttentionBackward::Scratch& scratch);
 
 }  // namespace moetrain::ops::cuda

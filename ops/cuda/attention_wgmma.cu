@@ -14,7 +14,7 @@ constexpr int kBoxBytes = kBox * kBox * 2;
 constexpr int kRows = 128, kGroup = 128;              // rows of a block; threads of a group of warps, which owns 64 rows
 constexpr int kThreads = 3 * kGroup;                  // one group brings, two multiply
 constexpr int kRowBoxBytes = 2 * kBoxBytes;           // 64 columns of the block's rows
-constexpr int kRowsKeyBytes = 3 * kRowBoxBytes;
+constexpr int kRowsKeyBytes = 3 * kRowBoxBytes, kRowsValueBytes = 2 * kRowBoxBytes;
 constexpr int kWarps = 2 * kGroup / kWarp;            // that multiply
 
 // Tensors as the copy engine sees them: (T, heads, width), in boxes of 64 rows of one head by 64 columns, zeros past T.
@@ -42,8 +42,10 @@ __device__ Rows keys_of(const Maps& maps) { return {&maps.kv, &maps.k_extra, &ma
 
 __device__ int warp() { return int(threadIdx.x) % kGroup / kWarp; }  // of its group
 __device__ int lane() { return int(threadIdx.x) % kWarp; }
-__device__ int group() { return int(threadIdx.x) / kGroup - 1; }     // 0 and 1 multiply, -1 brings
-__device__ int row_of(int half) { return 64 * group() + 16 * warp() + lane() / 4 + 8 * half; }
+__device__ int group_of_warp() {  // 0 and 1 multiply, -1 brings; by shuffle, so that the compiler knows it for one to a warp
+  return __shfl_sync(0xffffffffU, int(threadIdx.x) / kGroup, 0) - 1;
+}
+__device__ int row_of(int half) { return (int(threadIdx.x) / kGroup - 1) * 64 + 16 * warp() + lane() / 4 + 8 * half; }
 
 __device__ unsigned char* aligned(unsigned char* shared) {  // the swizzle repeats every 1024 bytes of address
   return shared + (1024 - shared_address(shared) % 1024) % 1024;
@@ -52,6 +54,12 @@ __device__ unsigned packed(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return reinterpret_cast<const unsigned&>(pair);
 }
+template <int kCount>
+__device__ void pack(unsigned (&to)[kCount], const float (&from)[2 * kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) to[i] = packed(from[2 * i], from[2 * i + 1]);
+}
+__device__ float2 unpacked(unsigned pair) { return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair)); }
 __device__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffU, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffU, x, 2));
@@ -66,7 +74,9 @@ template <int kCount>
 __device__ void write_rows(const float* d, float low, float high, unsigned char* stage, __nv_bfloat16* to, std::int64_t row,
                            std::int64_t first, std::int64_t T) {
   constexpr int kTiles = kCount / 4, kRowBytes = kTiles * 16;  // tiles of 8 columns
-  const int r = lane() / 4, c = lane() % 4;
+  int l = lane();
+  asm volatile("" : "+r"(l));  // what follows from it is not worth a register in the loops before
+  const int r = l / 4, c = l % 4;
   __syncwarp();  // waits for the readers of what was staged before
 #pragma unroll
   for (int j = 0; j < kTiles; ++j) {
@@ -77,7 +87,7 @@ __device__ void write_rows(const float* d, float low, float high, unsigned char*
   __syncwarp();  // waits for the staged rows
 #pragma unroll
   for (int i = 0; i < kTiles / 2; ++i) {
-    const int pack = i * kWarp + lane(), s = pack / kTiles, j = pack % kTiles;
+    const int pack = i * kWarp + l, s = pack / kTiles, j = pack % kTiles;
     if (first + s < T)
       *reinterpret_cast<uint4*>(to + (first + s) * row + 8 * j) = *reinterpret_cast<const uint4*>(stage + s * kRowBytes + (j ^ s % 8) * 16);
   }
@@ -86,8 +96,8 @@ __device__ void write_rows(const float* d, float low, float high, unsigned char*
 // d = rows of this group times columns of a box pair, over kSteps steps of 16 of their common width; committed.
 template <int kSteps, int kCount>
 __device__ void start_dots(float (&d)[kCount], const unsigned char* rows, const unsigned char* columns, int column_box_bytes) {
-  const std::uint64_t a = along_rows(rows + group() * kBoxBytes), b = along_rows(columns);
-  hold(d);
+  const std::uint64_t a = along_rows(rows), b = along_rows(columns);
+  forget(d);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kSteps; ++k)
@@ -139,10 +149,6 @@ __device__ void softmax(float (&z)[64], float (&top)[2], float (&sum)[2], float 
     sum[half] = sum[half] * keep[half] + part;
   }
 }
-__device__ void pack(unsigned (&to)[32], const float (&from)[64]) {
-#pragma unroll
-  for (int i = 0; i < 32; ++i) to[i] = packed(from[2 * i], from[2 * i + 1]);
-}
 
 // grid (blocks of 128 queries * N), block kThreads: by sections of heads whose keys stay in the L2, in a section the longest
 // blocks first. Group -1 brings keys and values from the diagonal down, the others have 64 queries each and take turns: one
@@ -175,7 +181,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();  // waits for the barriers
 
-  if (group() < 0) {
+  const int group = group_of_warp();
+  if (group < 0) {
     give_registers<24>();
     if (threadIdx.x != 0) return;
     const Rows rows = queries_of(maps), columns = keys_of(maps);
@@ -204,7 +211,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   take_registers<240>();
-  const int mine = first + 64 * group();
+  const unsigned char* const my_queries = queries + group * kBoxBytes;
+  const int mine = first + 64 * group;
   const Seen seen[2] = {columns_of<false>(documents, first + row_of(0), T), columns_of<false>(documents, first + row_of(1), T)};
   const int all_low = documents[min(mine + 63, T - 1)].x, all_high = mine + 1;  // what all rows of the group see
   const auto weigh = [&](float(&z)[64], float(&top)[2], float(&sum)[2], float(&keep)[2], int turn) {
@@ -221,8 +229,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   wait(&queries_full, 0);
   wait(&keys_full[0], 0);
-  start_dots<kKey / 16>(z, queries, keys, kRowBoxBytes);
-  if (group() == 1 && turns > 1) barrier_arrive(1, 2 * kGroup);  // group 0 has the first turn
+  start_dots<kKey / 16>(z, my_queries, keys, kRowBoxBytes);
+  if (group == 1 && turns > 1) barrier_arrive(1, 2 * kGroup);  // group 0 has the first turn
   wgmma_wait<0>();
   hold(z);
   release(&keys_empty[0]);
@@ -231,11 +239,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int turn = 1; turn < turns; ++turn) {
     const int stage = turn % kStages, before = (turn - 1) % kStages;
     wait(&keys_full[stage], unsigned(turn / kStages) % 2);
-    barrier_sync(1 + group(), 2 * kGroup);  // waits for this group's turn
-    start_dots<kKey / 16>(z, queries, keys + stage * kKeyStageBytes, kRowBoxBytes);
+    barrier_sync(1 + group, 2 * kGroup);  // waits for this group's turn
+    start_dots<kKey / 16>(z, my_queries, keys + stage * kKeyStageBytes, kRowBoxBytes);
     wait(&values_full[before], unsigned((turn - 1) / kStages) % 2);
     start_sums<kColumns / 16>(sums, weights, values + before * kValueStageBytes, kRowBoxBytes);
-    if (group() == 0 || turn + 1 < turns) barrier_arrive(2 - group(), 2 * kGroup);  // the other's turn
+    if (group == 0 || turn + 1 < turns) barrier_arrive(2 - group, 2 * kGroup);  // the other's turn
     wgmma_wait<1>();
     hold(z);
     release(&keys_empty[stage]);
@@ -257,9 +265,191 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   wgmma_wait<0>();
   hold(sums);
-  barrier_sync(3 + group(), kGroup);  // waits until the group's queries, where rows are staged now, are read
-  write_rows<64>(sums, 1 / sum[0], 1 / sum[1], queries + warp() / 2 * kRowBoxBytes + group() * kBoxBytes + warp() % 2 * 4096,
+  barrier_sync(3 + group, kGroup);  // waits until the group's queries, where rows are staged now, are read
+  write_rows<64>(sums, 1 / sum[0], 1 / sum[1], queries + warp() / 2 * kRowBoxBytes + group * kBoxBytes + warp() % 2 * 4096,
                  o + std::int64_t(n) * kValue, std::int64_t(N) * kValue, mine + 16 * warp(), T);
+}
+
+// ---- backward
+
+constexpr int kStreamed = 64, kStreams = 3;  // columns of a stage, stages
+constexpr int kStreamKeyBytes = 3 * kBoxBytes, kStreamValueBytes = 2 * kBoxBytes;
+constexpr int kStreamStatisticsBytes = 1024;  // of queries: lse and delta, 256 bytes each
+constexpr int kStreamBytes = kStreamKeyBytes + kStreamValueBytes + kStreamStatisticsBytes;
+constexpr int kBackwardBytes = 1024 + kRowsKeyBytes + kRowsValueBytes + kStreams * kStreamBytes;
+
+// What backward writes: gradients of queries, or those of keys, with dk_extra summed over a group of heads (groups, T, kExtra).
+struct Gradients {
+  __nv_bfloat16 *dq, *dkv;
+  float* extra_parts;
+};
+
+// grid (blocks of 128 rows * ceil(N / heads)), block kThreads: rows, keys or queries, of one head after another against the columns
+// that they see, 64 at a time. z = rows.columns^T, then dP = values.values^T; with weights P and dz rounded to bf16 in registers
+// the gradient of a key gathers dz times queries and P times do, that of a query dz times keys. lse in log2 and delta are
+// (N, stride). At
+// T = 8192, N = 32: 1375 GFLOP for keys, 1100 for queries.
+template <bool kRowsAreKeys>
+__global__ void __launch_bounds__(kThreads, 1)
+    attention_backward_wgmma_kernel(const __grid_constant__ Maps maps, const int2* __restrict__ documents,
+                                    const float* __restrict__ lse, const float* __restrict__ delta, std::int64_t stride,
+                                    Gradients to, int T, int N, float scale, int heads_a_group) {
+  extern __shared__ unsigned char shared[];
+  unsigned char* const row_keys = aligned(shared);
+  unsigned char* const row_values = row_keys + kRowsKeyBytes;
+  unsigned char* const streams = row_values + kRowsValueBytes;
+  __shared__ std::uint64_t rows_full, rows_empty, full[kStreams], empty[kStreams];
+
+  const int row_blocks = (T + kRows - 1) / kRows, groups = (N + heads_a_group - 1) / heads_a_group;
+  const int block = int(blockIdx.x) / groups, of_heads = int(blockIdx.x) % groups;
+  const int first = (kRowsAreKeys ? block : row_blocks - 1 - block) * kRows, last = min(first + kRows, T) - 1;
+  const int begin = kRowsAreKeys ? first : documents[first].x / kStreamed * kStreamed;
+  const int end = kRowsAreKeys ? documents[last].y : last + 1;
+  const int first_head = of_heads * heads_a_group, last_head = min(first_head + heads_a_group, N) - 1;
+
+  if (threadIdx.x == 0) {
+    barrier_init(&rows_full, 1);
+    barrier_init(&rows_empty, kWarps);
+    for (int i = 0; i < kStreams; ++i) {
+      barrier_init(&full[i], 1);
+      barrier_init(&empty[i], kWarps);
+    }
+    barriers_are_initialised();
+  }
+  __syncthreads();  // waits for the barriers
+
+  const int group = group_of_warp();
+  if (group < 0) {
+    give_registers<24>();
+    if (threadIdx.x != 0) return;
+    const Rows rows = kRowsAreKeys ? keys_of(maps) : queries_of(maps), columns = kRowsAreKeys ? queries_of(maps) : keys_of(maps);
+    int turn = 0;
+    for (int n = first_head; n <= last_head; ++n) {
+      wait(&rows_empty, unsigned(n - first_head + 1) % 2);
+      arrive_and_expect(&rows_full, kRowsKeyBytes + kRowsValueBytes);
+      for (int half = 0; half < 2; ++half) {
+        rows.bring_key(row_keys + half * kBoxBytes, kRowBoxBytes, n, first + half * kBox, &rows_full);
+        rows.bring_value(row_values + half * kBoxBytes, kRowBoxBytes, n, first + half * kBox, &rows_full);
+      }
+      for (int column = begin; column < end; column += kStreamed, ++turn) {
+        const int stage = turn % kStreams;
+        unsigned char* const at = streams + stage * kStreamBytes;
+        wait(&empty[stage], unsigned(turn / kStreams + 1) % 2);
+        arrive_and_expect(&full[stage], kStreamKeyBytes + kStreamValueBytes + (kRowsAreKeys ? 2 * kStreamed * 4 : 0));
+        columns.bring_key(at, kBoxBytes, n, column, &full[stage]);
+        columns.bring_value(at + kStreamKeyBytes, kBoxBytes, n, column, &full[stage]);
+        if (kRowsAreKeys) {
+          unsigned char* const statistics = at + kStreamKeyBytes + kStreamValueBytes;
+          copy_bytes(statistics, lse + n * stride + column, kStreamed * 4, &full[stage]);
+          copy_bytes(statistics + kStreamed * 4, delta + n * stride + column, kStreamed * 4, &full[stage]);
+        }
+      }
+    }
+    return;
+  }
+
+  take_registers<240>();
+  const unsigned char *const my_keys = row_keys + group * kBoxBytes, *const my_values = row_values + group * kBoxBytes;
+  const float to_log2 = scale * kLog2E;
+  const int mine = first + 64 * group;
+  const int all_low = columns_of<kRowsAreKeys>(documents, min(mine + 63, T - 1), T).low,  // what all rows of the group see
+            all_high = columns_of<kRowsAreKeys>(documents, min(mine, T - 1), T).high;
+  unsigned char* const staged = row_keys + warp() / 2 * kRowBoxBytes + group * kBoxBytes + warp() % 2 * 4096;
+  float d_key[96], d_value[kRowsAreKeys ? 64 : 1];  // d_key is [nope | extra]
+#pragma unroll
+  for (int i = 64; i < 96; ++i) d_key[i] = 0;
+  int turn = 0;
+  for (int n = first_head; n <= last_head; ++n) {
+#pragma unroll
+    for (int i = 0; i < (kRowsAreKeys ? 64 : 96); ++i) d_key[i] = 0;
+    if constexpr (kRowsAreKeys) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) d_value[i] = 0;
+    }
+    float lse_of[2] = {}, delta_of[2] = {};
+    if constexpr (!kRowsAreKeys)
+      for (int half = 0; half < 2; ++half) {
+        lse_of[half] = lse[n * stride + first + row_of(half)];
+        delta_of[half] = delta[n * stride + first + row_of(half)];
+      }
+    float z[32], dz[32];
+    unsigned weights[16], d_weights[16];
+    wait(&rows_full, unsigned(n - first_head) % 2);
+    for (int column = begin; column < end; column += kStreamed, ++turn) {
+      const int stage = turn % kStreams;
+      const unsigned char* const at = streams + stage * kStreamBytes;
+      const float* const statistics = reinterpret_cast<const float*>(at + kStreamKeyBytes + kStreamValueBytes);
+      wait(&full[stage], unsigned(turn / kStreams) % 2);
+      start_dots<kKey / 16>(z, my_keys, at, kBoxBytes);
+      wgmma_wait<0>();  // for z, and for the sums over the columns before
+      hold(z);
+      hold(d_key);
+      if (column != begin && lane() == 0) arrive(&empty[(turn - 1) % kStreams]);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const float sum = kRowsAreKeys ? statistics[i / 4 * 8 + lane() % 4 * 2 + i % 2] : lse_of[i / 2 % 2];
+        z[i] = exp2_fast(z[i] * to_log2 - sum);
+      }
+      if (column < all_low || column + kStreamed > all_high) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const Seen seen = columns_of<kRowsAreKeys>(documents, first + row_of(half), T);
+#pragma unroll
+          for (int j = 0; j < 8; ++j)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const int s = column + 8 * j + lane() % 4 * 2 + i;
+              if (s < seen.low || s >= seen.high) z[4 * j + 2 * half + i] = 0;
+            }
+        }
+      }
+      pack(weights, z);
+      start_dots<kValue / 16>(dz, my_values, at + kStreamKeyBytes, kBoxBytes);
+      if constexpr (kRowsAreKeys) start_sums<kStreamed / 16>(d_value, weights, at + kStreamKeyBytes, kBoxBytes);
+      wgmma_wait<0>();
+      hold(dz);
+      if constexpr (kRowsAreKeys) hold(d_value);
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 p = unpacked(weights[2 * j + half]);
+          const int i = 4 * j + 2 * half, c = kStreamed + 8 * j + lane() % 4 * 2;
+          const float low = kRowsAreKeys ? statistics[c] : delta_of[half], high = kRowsAreKeys ? statistics[c + 1] : delta_of[half];
+          d_weights[2 * j + half] = packed(p.x * (dz[i] - low), p.y * (dz[i + 1] - high));
+        }
+      start_sums<kStreamed / 16>(d_key, d_weights, at, kBoxBytes);
+    }
+    wgmma_wait<0>();
+    hold(d_key);
+    if (lane() == 0) arrive(&empty[(turn - 1) % kStreams]);
+    barrier_sync(1 + group, kGroup);  // waits until the group's rows, where gradients are staged now, are read
+    const std::int64_t at = mine + 16 * warp();
+    if constexpr (kRowsAreKeys) {
+      const std::int64_t row = std::int64_t(N) * (kNope + kValue);
+      __nv_bfloat16* const dkv = to.dkv + std::int64_t(n) * (kNope + kValue);
+      write_rows<64>(d_key, scale, scale, staged, dkv, row, at, T);
+      write_rows<64>(d_value, 1, 1, staged, dkv + kNope, row, at, T);
+    } else {
+      const std::int64_t row = std::int64_t(N) * kKey;
+      write_rows<64>(d_key, scale, scale, staged, to.dq + std::int64_t(n) * kKey, row, at, T);
+      write_rows<32>(d_key + 64, scale, scale, staged, to.dq + std::int64_t(n) * kKey + kNope, row, at, T);
+    }
+    fence_for_copies();
+    __syncwarp();  // waits for the lanes' fences
+    if (lane() == 0) arrive(&rows_empty);
+  }
+  if constexpr (kRowsAreKeys) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const std::int64_t t = first + row_of(half);
+      if (t >= T) continue;
+      float* const part = to.extra_parts + (std::int64_t(of_heads) * T + t) * kExtra + lane() % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        *reinterpret_cast<float2*>(part + 8 * j) = {d_key[64 + 4 * j + 2 * half] * scale, d_key[64 + 4 * j + 2 * half + 1] * scale};
+    }
+  }
 }
 
 // ---- the host's side
@@ -304,6 +494,10 @@ bool takes(const Args& a, std::initializer_list<ConstTensor> tensors) {
 
 bool cuda::wgmma_takes(const AttentionForward& a) { return takes(a, {a.q, a.kv, a.k_extra, a.o}); }
 
+bool cuda::wgmma_takes(const AttentionBackward& a) {
+  return takes(a, {a.do_, a.q, a.kv, a.k_extra, a.dq, a.dkv});
+}
+
 void cuda::attention_wgmma(Context& ctx, const AttentionForward& a, ConstTensor documents) {
   const std::int64_t T = a.q.shape[0], N = a.q.shape[1];
   constexpr std::int64_t kStayInL2 = 24 << 20;
@@ -311,6 +505,19 @@ void cuda::attention_wgmma(Context& ctx, const AttentionForward& a, ConstTensor 
   launch(ctx, attention_forward_wgmma_kernel, {blocks((T + kRows - 1) / kRows * N, 1), kThreads, kForwardBytes}, maps_of(a),
          static_cast<const int2*>(documents.data), device_pointer<bf16>(a.o), a.lse.as<float>(), int(T), int(N), float(a.scale),
          int(section));
+}
+
+void cuda::attention_wgmma(Context& ctx, const AttentionBackward& a, const AttentionBackward::Scratch& scratch) {
+  const std::int64_t T = a.q.shape[0], N = a.q.shape[1], groups = scratch.extra_parts.shape[0], row_blocks = (T + kRows - 1) / kRows;
+  const Maps maps = maps_of(a);
+  const auto* documents = static_cast<const int2*>(scratch.documents.data);
+  const float *lse = scratch.lse.as<float>(), *delta = scratch.delta.as<float>();
+  const std::int64_t stride = scratch.lse.shape[1];
+  const Gradients to = {device_pointer<bf16>(a.dq), device_pointer<bf16>(a.dkv), scratch.extra_parts.as<float>()};
+  launch(ctx, attention_backward_wgmma_kernel<true>, {blocks(row_blocks * groups, 1), kThreads, kBackwardBytes}, maps, documents, lse,
+         delta, stride, to, int(T), int(N), float(a.scale), int(a.heads_a_group()));
+  launch(ctx, attention_backward_wgmma_kernel<false>, {blocks(row_blocks * N, 1), kThreads, kBackwardBytes}, maps, documents, lse,
+         delta, stride, to, int(T), int(N), float(a.scale), 1);
 }
 
 }  // namespace moetrain::ops

@@ -119,6 +119,11 @@ __device__ void hold(float (&d)[kCount]) {  // the compiler moves no use of d ac
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+template <int kCount>
+__device__ void forget(float (&d)[kCount]) {  // d is free until it is written again
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(d[i])::"memory");
+}
 
 // d = a b^T, or with `adds` d += a b^T: first operand along rows; second along rows
 __device__ inline void wgmma(float (&d)[32], std::uint64_t a, std::uint64_t b, bool adds) {
