@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <bit>
 
+#include "ops/cuda/indexer.cuh"
 #include "ops/cuda/key_sums.cuh"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/rows.cuh"
-#include "ops/indexer.h"
 
 namespace moetrain::ops {
 namespace {
@@ -14,25 +14,6 @@ namespace {
 using namespace cuda;  // NOLINT: the helpers of this backend
 
 constexpr std::int64_t kBlocks = 528;  // rows in flight: four a multiprocessor of an H200
-
-struct DocumentList {
-  const std::int64_t* starts;  // (count + 1)
-  std::int64_t count;
-  explicit DocumentList(const Documents& d)
-      : starts(d.on_device.present() ? d.on_device.as<std::int64_t>() : nullptr), count(d.count()) {
-    check(starts || count == 0, "indexer: the documents are not on the device");
-  }
-  __device__ std::int64_t first_of(std::int64_t t) const {  // where the document of position t begins
-    std::int64_t low = 0, high = count;                     // starts[low] <= t < starts[high]
-    while (high - low > 1) {
-      const std::int64_t middle = (low + high) / 2;
-      (starts[middle] <= t ? low : high) = middle;
-    }
-    return starts[low];
-  }
-};
-
-__device__ float relu(float u) { return u < 0 ? 0.0F : u; }  // in this order: a NaN stays one
 
 // ---- scores, plainly
 
@@ -148,8 +129,11 @@ __device__ void sort_ranks(std::uint64_t* ranks, std::int64_t size) {
   }
 }
 
-// grid (rows), block (kSelectThreads), shared 8 * size bytes where spill is null: indices (K) of row begin + blockIdx.x from its
-// scores (longest). size: a power of two from kSegment on that holds min(K, longest); spill (rows, size).
+constexpr std::int64_t kMostHeld = 16384;  // scores of a row that a block holds; of longer rows they are read again and again
+
+// grid (rows), block (kSelectThreads), shared 8 * size bytes where spill is null, and 4 * longest up to kMostHeld: indices (K) of
+// row begin + blockIdx.x from its scores (longest). size: a power of two from kSegment on that holds min(K, longest); spill (rows,
+// size).
 __global__ void __launch_bounds__(kSelectThreads)
     select_kernel(const float* __restrict__ scores, DocumentList documents, std::int32_t* __restrict__ indices,
                   std::uint64_t* __restrict__ spill, std::int64_t begin, std::int64_t longest, std::int64_t K, std::int64_t size) {
@@ -159,10 +143,15 @@ __global__ void __launch_bounds__(kSelectThreads)
   const std::int64_t t = begin + blockIdx.x, first = documents.first_of(t), n = t - first + 1, taken = min(K, n);
   const unsigned int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int place_bits = 64 - __clzll(n);  // n < 2^31
-  const float* const row = scores + blockIdx.x * longest;
   std::uint64_t* const ranks = spill ? spill + blockIdx.x * size : in_shared;
-  std::int64_t held = kSegment;  // what is sorted: the power of two that holds `taken`
-  while (held < taken) held *= 2;
+  const float* row = scores + blockIdx.x * longest;
+  if (longest <= kMostHeld) {
+    auto* const held = reinterpret_cast<float*>(in_shared + (spill ? 0 : size));
+    for (std::int64_t s = threadIdx.x; s < n; s += kSelectThreads) held[s] = row[s];  // read by the same thread at first
+    row = held;
+  }
+  std::int64_t sorted = kSegment;  // ranks: the power of two that holds `taken`
+  while (sorted < taken) sorted *= 2;
 
   int shift = 0;
   std::uint64_t least = 0;  // ranks >> shift that are at least this are taken
@@ -222,8 +211,8 @@ __global__ void __launch_bounds__(kSelectThreads)
     }
   }
   if (threadIdx.x == 0) filled = 0;
-  for (std::int64_t i = taken + threadIdx.x; i < held; i += kSelectThreads) ranks[i] = 0;  // below every rank
-  __syncthreads();                                                                         // waits for the counter
+  for (std::int64_t i = taken + threadIdx.x; i < sorted; i += kSelectThreads) ranks[i] = 0;  // below every rank
+  __syncthreads();                                                                           // waits for the counter
   for (std::int64_t s = threadIdx.x; s < (n + kSelectThreads - 1) / kSelectThreads * kSelectThreads; s += kSelectThreads) {
     const std::uint64_t rank = s < n ? rank_of(row[s], s, place_bits) : 0;
     const bool in = s < n && rank >> shift >= least;
@@ -234,7 +223,7 @@ __global__ void __launch_bounds__(kSelectThreads)
     if (in) ranks[at] = rank;
   }
   __syncthreads();  // waits for the ranks
-  sort_ranks(ranks, held);
+  sort_ranks(ranks, sorted);
   for (std::int64_t i = threadIdx.x; i < K; i += kSelectThreads)
     indices[t * K + i] = i < taken ? std::int32_t(first + std::int64_t(ranks[i] & ((std::uint64_t(1) << place_bits) - 1))) : -1;
 }
@@ -247,13 +236,18 @@ void select(Context& ctx, const IndexerSelect& a) {
   const Scope scope(ctx.scratch);
   const auto scratch = a.take_scratch(ctx);
   const std::int64_t chunk = scratch.scores.shape[0];
+  float* const scores = scratch.scores.template as<float>();
+  const bool tiles = std::is_same_v<Storage, bf16> && H == 128 && J <= 64 && in_packs<8>(8, {a.q, a.k});
+  const auto shared = std::size_t((scratch.spill.present() ? 0 : 8 * size) + (longest <= kMostHeld ? 4 * longest : 0));
   for (std::int64_t begin = 0; begin < T; begin += chunk) {
     const std::int64_t rows = std::min(chunk, T - begin);
-    launch(ctx, scores_kernel<device_t<Storage>>, {dim3(blocks(rows, 1), blocks(longest, kKeys)), dim3(kScoreThreads)},
-           device_pointer<Storage>(a.q), device_pointer<Storage>(a.k), a.weights.as<float>(), documents,
-           scratch.scores.template as<float>(), begin, longest, J, H);
-    launch(ctx, select_kernel, {blocks(rows, 1), dim3(kSelectThreads), scratch.spill.present() ? 0 : std::size_t(8 * size)},
-           scratch.scores.template as<float>(), documents, a.indices.as<std::int32_t>(),
+    if (tiles)
+      index_score_tiles(ctx, a, scores, begin, rows);
+    else
+      launch(ctx, scores_kernel<device_t<Storage>>, {dim3(blocks(rows, 1), blocks(longest, kKeys)), dim3(kScoreThreads)},
+             device_pointer<Storage>(a.q), device_pointer<Storage>(a.k), a.weights.as<float>(), documents, scores, begin, longest,
+             J, H);
+    launch(ctx, select_kernel, {blocks(rows, 1), dim3(kSelectThreads), shared}, scores, documents, a.indices.as<std::int32_t>(),
            static_cast<std::uint64_t*>(scratch.spill.data), begin, longest, K, size);
   }
 }
