@@ -18,8 +18,8 @@
 namespace moetrain::app {
 namespace {
 
-constexpr const char* kCommands[] = {"train", "check", "plan", "inspect"};
-constexpr const char* kNotYet[] = {"import", "export", "bench", "verify"};
+constexpr const char* kCommands[] = {"train", "check", "plan", "inspect", "bench"};
+constexpr const char* kNotYet[] = {"import", "export", "verify"};
 
 std::string version_text() {
   std::string text = std::string("moetrain ") + kVersion + " (commit " + kCommit + ")\n";
@@ -49,7 +49,7 @@ std::vector<std::string> with_command(int argc, const char* const* argv) {
   if (std::count(std::begin(kNotYet), std::end(kNotYet), first) > 0) refuse(first + ": not in this version", "moetrain --help");
   const bool file = first.find_first_of("./") != std::string::npos || std::filesystem::exists(first);
   if (first[0] != '-' && !file)
-    refuse("unknown command " + first + ": neither train, check, plan, inspect nor a job file", "moetrain --help");
+    refuse("unknown command " + first + ": neither train, check, plan, inspect, bench nor a job file", "moetrain --help");
   words.insert(words.begin(), "train");
   return words;
 }
@@ -159,6 +159,14 @@ CLI::App& add_inspect(CLI::App& app, InspectArguments& a) {
   return c;
 }
 
+CLI::App& add_bench(CLI::App& app, BenchArguments& a) {
+  CLI::App& c = *app.add_subcommand("bench", "Operators on this machine's GPU, each beside the time its bytes and FLOPs need at least");
+  c.add_option("NAME", a.names, "Operators to time; all unless told")->type_name("");
+  c.add_flag("--json", a.json, "One JSON object instead of a table");
+  c.footer("Examples:\n  moetrain bench\n  moetrain bench linear cross_entropy\n  moetrain bench --json");
+  return c;
+}
+
 }  // namespace
 
 Command parse(int argc, const char* const* argv) {
@@ -172,7 +180,9 @@ Command parse(int argc, const char* const* argv) {
   CheckArguments check;
   PlanArguments plan;
   InspectArguments inspect;
+  BenchArguments bench;
   const CLI::App &train_app = add_train(app, train), &check_app = add_check(app, check), &plan_app = add_plan(app, plan);
+  const CLI::App& bench_app = add_bench(app, bench);
   add_inspect(app, inspect);
   if (words[0] == "--version") return Answer{version_text()};
   const std::string command = words[0];
@@ -189,6 +199,7 @@ Command parse(int argc, const char* const* argv) {
   if (train_app.parsed()) return train;
   if (check_app.parsed()) return check;
   if (plan_app.parsed()) return plan;
+  if (bench_app.parsed()) return bench;
   return inspect;
 }
 

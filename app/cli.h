@@ -30,10 +30,14 @@ struct PlanArguments {
 struct InspectArguments {
   std::string path;
 };
+struct BenchArguments {
+  std::vector<std::string> names;  // empty: all
+  bool json = false;
+};
 struct Answer {
   std::string text;  // help or the version, as asked for
 };
-using Command = std::variant<TrainArguments, CheckArguments, PlanArguments, InspectArguments, Answer>;
+using Command = std::variant<TrainArguments, CheckArguments, PlanArguments, InspectArguments, BenchArguments, Answer>;
 
 Command parse(int argc, const char* const* argv);  // a wrong command line is an Error of one line
 

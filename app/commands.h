@@ -9,5 +9,6 @@ ExitCode train(const TrainArguments& arguments, int& argc, char**& argv);
 ExitCode check(const CheckArguments& arguments, int ranks);  // ranks: this process was started as one of so many
 ExitCode plan(const PlanArguments& arguments);
 ExitCode inspect(const InspectArguments& arguments);
+ExitCode bench(const BenchArguments& arguments);
 
 }  // namespace moetrain::app

@@ -31,8 +31,8 @@ void judge_values(const JobArguments& job, const io::YamlNode& tree, int ranks, 
   const auto judged = [&](const char* key) {
     return std::any_of(faults.begin(), faults.end(), [&](const core::Fault& f) { return about(f, key); });
   };
-  if (config.run.device == core::DeviceChoice::cuda && !judged("run.device"))
-    faults.push_back({line_of_key(tree, "run", "device"), "run.device", "cuda: this version trains on the CPU; write cpu or auto"});
+  if (config.run.device == core::DeviceChoice::cuda && !kHasCuda && !judged("run.device"))
+    faults.push_back({line_of_key(tree, "run", "device"), "run.device", "cuda: this build has no CUDA; write cpu or auto, or build where nvcc is found"});
   if (judged("run.dir") || std::any_of(faults.begin(), faults.end(), [](const core::Fault& f) { return f.key == "run"; }))
     config.run.dir.clear();  // unknown: nothing is written in the default's place
   else if (const std::string why = io::folder_fault(config.run.dir); !why.empty())
