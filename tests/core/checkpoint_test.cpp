@@ -524,7 +524,6 @@ TEST_CASE("steps without finite gradients are skipped, counted and given up on, 
 TEST_CASE("an id outside the vocabulary ends the run where it is met, with file and position, and the log says so too") {
   const TempFolder folder;
   auto data = some_tokens(4000);
-  data.vocab_size = 100;
   data.tokens[170] = 61;
   core::Config c = run_config(folder, "run", data);
   c.data.shuffle = false;

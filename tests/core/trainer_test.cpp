@@ -79,6 +79,7 @@ TEST_CASE("a non-finite gradient skips the update and leaves weights, moments, b
   const auto weights = all_weights(*t), before = moments(*t);
   const auto r = t->step(synthetic_step(*t));
   CHECK(r.skipped == core::Skipped::nonfinite);
+  for (const double x : {r.loss, r.grad_norm}) CHECK((std::isnan(x) && !std::signbit(x)));  // "nan", never "-nan"
   CHECK(all_weights(*t) == weights);
   CHECK(moments(*t) == before);
   CHECK(t->progress().updates == 1);
