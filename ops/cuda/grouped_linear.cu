@@ -4,6 +4,7 @@
 // All three passes are one product with 256 rows of outputs a pair of blocks: y^T = W x^T, dx^T = W^T dy^T, dw = dy^T x. The first
 // operand's rows always fill their tiles, and where the group's rows are columns a tile has as many, in steps of 32, as it needs.
 #include <algorithm>
+#include <cstdlib>
 
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/product.h"
@@ -27,8 +28,8 @@ constexpr int kABytes = kRows * kLine, kBBytes = kColumns * kLine, kStageBytes =
 constexpr int kPanelBytes = 64 * kLine;  // 64 rows of lines
 constexpr int kBoxRows = 32;             // of one copy of rows
 constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroup;
-constexpr int kRoundBytes = 64 * kLine;  // 64 rows of results of a warpgroup, on their way out
-constexpr int kBand = 8;                 // pairs of blocks side by side on the same columns: what stays in L2 is about square
+constexpr int kRoundBytes = 64 * kLine;       // 64 rows of results of a warpgroup, on their way out
+constexpr int kOldBand [[maybe_unused]] = 8;  // pairs of blocks side by side on the same columns: what stays in L2 is about square
 
 // A block's tile; the part of it that consumers must know travels with the first stage of its operands.
 struct Tile {
@@ -37,34 +38,60 @@ struct Tile {
   std::int32_t begin, count;  // rows of the group that take part: all of them for dw; count 0 ends the work
 };
 
+// More than stages: before a slot is used again both blocks have read it, since all stages have gone around in between.
+constexpr int kSlots = 8;
+static_assert(kSlots > kStages);
+
 struct Shared {
   alignas(16) Tile tile[kStages];
-  std::uint64_t full[kStages], empty[kStages];
+  std::uint64_t full[kStages], empty[kStages], told[kSlots];
+  std::uint32_t drawn[kSlots];  // tiles of the pair, as its first block has told
 };
+constexpr int kMostSorted = 1024;  // groups: more are no longer worth sorting
 constexpr std::size_t kSharedBytes =
     kStages * kStageBytes + kConsumers * 2 * kRoundBytes + sizeof(Shared) + 1024;  // 1024: to align
 
 struct Sizes {
+  int lag = 1, band = 8;
   int groups, rows, columns, depth;  // of the outputs; columns of dw; summands, or 0 where they are the group's rows
 };
 
-// Tiles in the order of groups; within a group in bands of kBand pairs of blocks, so that neighbours read the same operands.
+// Large groups first, so that none of their long sums begins late. Written where wgrad needs no room for results.
+struct Order {
+  int rows[kMostSorted];
+  std::uint16_t group[kMostSorted];
+};
+static_assert(sizeof(Order) <= kConsumers * 2 * kRoundBytes);
+
+__device__ void sort_groups(const std::int64_t* offsets, int groups, Order& order) {
+  for (int g = int(threadIdx.x); g < groups; g += kThreads) order.rows[g] = int(offsets[g + 1] - offsets[g]);
+  __syncthreads();  // waits for all rows
+  for (int g = int(threadIdx.x); g < groups; g += kThreads) {
+    int rank = 0;
+    for (int other = 0; other < groups; ++other)
+      rank += order.rows[other] > order.rows[g] || (order.rows[other] == order.rows[g] && other < g);
+    order.group[rank] = std::uint16_t(g);
+  }
+}
+
+// Tiles in the order of groups; within a group in bands of s_.band pairs of blocks, so that neighbours read the same operands.
 class Schedule {
  public:
-  __device__ Schedule(const std::int64_t* offsets, const Sizes& s)
-      : offsets_(offsets), s_(s), pairs_((s.rows + kPair * kRows - 1) / (kPair * kRows)) {}
+  __device__ Schedule(const std::int64_t* offsets, const Sizes& s, const Order* order)
+      : offsets_(offsets), order_(order), s_(s), pairs_((s.rows + kPair * kRows - 1) / (kPair * kRows)) {}
   // Tile `index` of this block's pair. Indices must not fall from call to call.
-  __device__ Tile tile(std::int64_t index, std::uint32_t rank) {
-    for (; group_ < s_.groups; ++group_) {
-      const auto begin = int(offsets_[group_]), rows = int(offsets_[group_ + 1]) - begin;
+  __device__ Tile tile(std::uint32_t index, std::uint32_t rank) {
+    for (; place_ < s_.groups; ++place_) {
+      const int group = order_ ? order_->group[place_] : place_;
+      const auto begin = int(offsets_[group]), rows = int(offsets_[group + 1]) - begin;
       const int across = s_.depth > 0 ? (rows + kColumns - 1) / kColumns : rows > 0 ? (s_.columns + kColumns - 1) / kColumns : 0;
       const std::int64_t tiles = std::int64_t(across) * pairs_;
       if (index < before_ + tiles) {
-        const int at = int(index - before_), band = at / (across * kBand), width = min(kBand, pairs_ - band * kBand);
-        const int in_band = at - band * across * kBand, row = ((band * kBand + in_band % width) * kPair + int(rank)) * kRows;
+        const int at = int(index - before_), band = at / (across * s_.band), width = min(s_.band, pairs_ - band * s_.band);
+        const int in_band = at - band * across * s_.band, row = ((band * s_.band + in_band % width) * kPair + int(rank)) * kRows;
         const int column = in_band / width * kColumns;
-        if (s_.depth == 0) return {group_, row, column, begin, rows};
-        return {group_, row, 0, begin + column, min(kColumns, rows - column)};
+        if (s_.depth == 0) return {group, row, column, begin, rows};
+        return {group, row, 0, begin + column, min(kColumns, rows - column)};
       }
       before_ += tiles;
     }
@@ -73,8 +100,9 @@ class Schedule {
 
  private:
   const std::int64_t* offsets_;
+  const Order* order_;
   const Sizes& s_;
-  int pairs_, group_ = 0;
+  int pairs_, place_ = 0;
   std::int64_t before_ = 0;  // tiles of earlier groups
 };
 
@@ -92,14 +120,17 @@ struct Ring {
   }
 };
 
-// One thread a block copies its own rows of the first operand, and every other box of the columns for both blocks.
+// One thread a block copies its own rows of the first operand, and every other box of the columns for both blocks. That of the
+// first block draws the pair's next tile and tells the other.
 template <Pass kPass>
-__device__ void produce(const CUtensorMap& a, const CUtensorMap& b, const std::int64_t* offsets, const Sizes& s,
+__device__ void produce(const CUtensorMap& a, const CUtensorMap& b, Schedule schedule, std::uint32_t* drawn, const Sizes& s,
                         std::uint32_t stages, Shared& shared) {
   const std::uint32_t rank = cluster_rank();
-  Schedule schedule(offsets, s);
   Ring ring;
-  for (std::int64_t index = blockIdx.x / kPair;; index += gridDim.x / kPair) {
+  std::uint32_t index = blockIdx.x / kPair;
+  for (std::uint32_t turn = 0;; ++turn) {
+    const std::uint32_t slot = turn % kSlots, told = shared_address(&shared.told[slot]);
+    const std::uint32_t next = rank == 0 ? gridDim.x / kPair + atomicAdd(drawn, 1U) : 0;
     const Tile t = schedule.tile(index, rank);
     const int depth_blocks = t.count == 0 ? 1 : blocks_of_depth(s, t), width = width_of(s, t);
     for (int block = 0; block < depth_blocks; ++block, ring.step()) {
@@ -127,7 +158,11 @@ __device__ void produce(const CUtensorMap& a, const CUtensorMap& b, const std::i
         for (int box = int(rank) * kBoxRows; box < width; box += kPair * kBoxRows)
           copy_box_to(kBoth, to_b + box * kLine, &b, full, k, t.begin + box);
       }
+      if (block == 0 && rank == 0)
+        tell(shared_address(&shared.drawn[slot]), told, 1, next);  // early: the other will not wait for it
     }
+    if (rank != 0) barrier_wait_for_told(told, turn / kSlots % 2);
+    index = rank == 0 ? next : shared.drawn[slot];
   }
 }
 
@@ -151,7 +186,7 @@ __device__ void clear_lines(std::uint32_t a, std::uint32_t b, int from) {
 // Adds the products of one warpgroup's half of a tile. The first stage has already come.
 template <Pass kPass, int kCount>
 __device__ __forceinline__ void multiply(float (&sums)[kCount], Ring& ring, Shared& shared, std::uint32_t stages, const Sizes& s,
-                                         const Tile& t) {
+                                         const Tile& t, int lag) {
   constexpr Along kA = kPass == Pass::forward ? Along::k : Along::outer, kB = kPass == Pass::wgrad ? Along::outer : Along::k;
   const int half = int(threadIdx.x) / kWarpgroup - 1, depth_blocks = blocks_of_depth(s, t);
   int before = 0;
@@ -171,6 +206,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kCount], Ring& ring, Shar
     wgmma_commit();
     wgmma_wait<1>();
     if (block > 0) release(shared, before);
+    if (block == min(lag, depth_blocks - 1)) asm volatile("bar.arrive 3, 256;" ::: "memory");
     before = ring.stage;
     ring.step();
   }
@@ -245,9 +281,9 @@ __device__ __forceinline__ void add_sums(const float (&sums)[kCount], float* dw,
 
 template <Pass kPass, int kWidth>
 __device__ __forceinline__ void consume_tile(Ring& ring, Shared& shared, std::uint32_t stages, int& round, void* out, bool add,
-                                             const Sizes& s, const Tile& t) {
+                                             const Sizes& s, const Tile& t, int lag) {
   float sums[kWidth / 2] = {};
-  multiply<kPass>(sums, ring, shared, stages, s, t);
+  multiply<kPass>(sums, ring, shared, stages, s, t, lag);
   if constexpr (kPass == Pass::wgrad)
     add_sums(sums, static_cast<float*>(out), s, t);
   else
@@ -257,12 +293,14 @@ __device__ __forceinline__ void consume_tile(Ring& ring, Shared& shared, std::ui
 template <Pass kPass>
 __device__ void consume(std::uint32_t stages, Shared& shared, void* out, bool add, const Sizes& s) {
   Ring ring;
-  int round = 0;
-  for (;;) {
+  int round = 0, lag = threadIdx.x < 2 * kWarpgroup ? s.lag : -1;
+  for (bool first = true;; first = false) {
+    if (!first) lag = -1;
     barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
     const Tile t = shared.tile[ring.stage];
     if (t.count == 0) return;
-    const auto run = [&]<int kWidth>() { consume_tile<kPass, kWidth>(ring, shared, stages, round, out, add, s, t); };
+    if (first && s.lag >= 0 && threadIdx.x >= 2 * kWarpgroup) asm volatile("bar.sync 3, 256;" ::: "memory");
+    const auto run = [&]<int kWidth>() { consume_tile<kPass, kWidth>(ring, shared, stages, round, out, add, s, t, lag); };
     if constexpr (kPass == Pass::wgrad) {
       run.template operator()<kColumns>();
     } else {
@@ -302,7 +340,8 @@ __device__ void consume(std::uint32_t stages, Shared& shared, void* out, bool ad
 template <Pass kPass>
 __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, 1)
     grouped_linear_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                          const std::int64_t* __restrict__ offsets, void* out, bool add, const __grid_constant__ Sizes s) {
+                          const std::int64_t* __restrict__ offsets, std::uint32_t* drawn, void* out, bool add,
+                          const __grid_constant__ Sizes s) {
   extern __shared__ unsigned char memory[];
   const std::uint32_t stages = (shared_address(memory) + 1023) / 1024 * 1024;  // whole swizzle patterns
   Shared& shared =
@@ -312,15 +351,22 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, 1)
       barrier_init(shared_address(&shared.full[i]), 1);
       barrier_init(shared_address(&shared.empty[i]), kPair * kConsumers * kWarpgroup / kWarp);
     }
+    for (int i = 0; i < kSlots; ++i) barrier_init(shared_address(&shared.told[i]), 1);
     fence_barrier_init();
   }
-  cluster_sync();  // waits for the barriers of both blocks
+  Order* order = nullptr;
+  if constexpr (kPass == Pass::wgrad)
+    if (s.groups <= kMostSorted) {
+      order = reinterpret_cast<Order*>(memory + (stages - shared_address(memory)) + kStages * kStageBytes);
+      sort_groups(offsets, s.groups, *order);
+    }
+  cluster_sync();  // waits for the barriers of both blocks, and for the order
   if (threadIdx.x < kWarpgroup) {
-    leave_registers<40>();
-    if (threadIdx.x == 0) produce<kPass>(a, b, offsets, s, stages, shared);
+    leave_registers<56>();
+    if (threadIdx.x == 0) produce<kPass>(a, b, Schedule(offsets, s, order), drawn, s, stages, shared);
     __syncwarp();
   } else {
-    take_registers<232>();
+    take_registers<224>();
     consume<kPass>(stages, shared, out, add, s);
   }
   cluster_sync();  // the other block still tells this one's barriers what it has read
@@ -357,6 +403,8 @@ bool for_tensor_cores(std::initializer_list<ConstTensor> tensors) {
   });
 }
 
+int knob(const char* name, int otherwise) { return std::getenv(name) ? std::atoi(std::getenv(name)) : otherwise; }
+
 template <Pass kPass>
 void run_on_tensor_cores(Context& ctx, const CUtensorMap& a, const CUtensorMap& b, const std::int64_t* offsets, Tensor out,
                          bool add, const Sizes& s, std::int64_t most_rows) {
@@ -366,8 +414,12 @@ void run_on_tensor_cores(Context& ctx, const CUtensorMap& a, const CUtensorMap& 
   const std::int64_t pairs = (s.rows + kPair * kRows - 1) / (kPair * kRows);
   const std::int64_t across = s.depth > 0 ? most_rows / kColumns + std::min<std::int64_t>(s.groups, most_rows)
                                           : std::int64_t(s.groups) * ((s.columns + kColumns - 1) / kColumns);
+  check(pairs * across < 0x7fffffff, "grouped_linear: more tiles than can be counted", {{"tiles", pairs * across}});
   const std::int64_t work = std::min<std::int64_t>(pairs * across, multiprocessors / kPair);
-  launch(ctx, grouped_linear_kernel<kPass>, {blocks(work * kPair, 1), kThreads, kSharedBytes}, a, b, offsets, out.data, add, s);
+  auto* drawn = static_cast<std::uint32_t*>(ctx.scratch.take(DType::i32, {1}).data);
+  cuda_ok(cudaMemsetAsync(drawn, 0, sizeof(*drawn), ctx.stream));
+  launch(ctx, grouped_linear_kernel<kPass>, {blocks(work * kPair, 1), kThreads, kSharedBytes}, a, b, offsets, drawn, out.data, add,
+         s);
 }
 
 }  // namespace
@@ -380,7 +432,7 @@ void cuda::grouped_linear(Context& ctx, const GroupedLinearForward& a) {
   if (I > 0 && for_tensor_cores({a.x, a.w, a.y}))
     return run_on_tensor_cores<Pass::forward>(ctx, tensor_map(a.w.data, {I, O, e}, {kDepth, kRows, 1}),
                                               tensor_map(a.x.data, {I, R}, {kDepth, kBoxRows}), offsets, a.y, false,
-                                              {int(e), int(O), 0, int(I)}, R);
+                                              {knob("LAG", 1), knob("BAND", 8), int(e), int(O), 0, int(I)}, R);
   product(ctx, {.m = R,
                 .n = O,
                 .k = I,
@@ -404,7 +456,7 @@ void cuda::grouped_linear(Context& ctx, const GroupedLinearBackward& a) {
     if (O > 0 && for_tensor_cores({a.dy, a.w, a.dx}))
       run_on_tensor_cores<Pass::dgrad>(ctx, tensor_map(a.w.data, {I, O, e}, {64, kDepth, 1}),
                                        tensor_map(a.dy.data, {O, R}, {kDepth, kBoxRows}), offsets, a.dx, a.add_dx,
-                                       {int(e), int(I), 0, int(O)}, R);
+                                       {knob("LAG", 1), knob("BAND", 8), int(e), int(I), 0, int(O)}, R);
     else
       product(ctx, {.m = R,
                     .n = I,
@@ -423,7 +475,7 @@ void cuda::grouped_linear(Context& ctx, const GroupedLinearBackward& a) {
     const std::int64_t e = a.dw.shape[0], I = a.x.shape[1];
     if (for_tensor_cores({a.dy, a.x}))
       run_on_tensor_cores<Pass::wgrad>(ctx, tensor_map(a.dy.data, {O, R}, {64, kDepth}), tensor_map(a.x.data, {I, R}, {64, kDepth}),
-                                       offsets, a.dw, true, {int(e), int(O), int(I), 0}, R);
+                                       offsets, a.dw, true, {knob("LAG", 1), knob("BAND", 8), int(e), int(O), int(I), 0}, R);
     else
       product(ctx, {.m = O,
                     .n = I,

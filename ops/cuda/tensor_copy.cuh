@@ -63,6 +63,24 @@ __device__ inline void barrier_arrive_at(std::uint32_t barrier, std::uint32_t ra
       : "memory");
 }
 
+// Writes a value to another block of the cluster, and arrives at its barrier once it is there.
+__device__ inline void tell(std::uint32_t to, std::uint32_t barrier, std::uint32_t rank, std::uint32_t value) {
+  asm volatile(
+      "{ .reg .b32 there, theirs; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 theirs, %1, %2; "
+      "st.shared::cluster.u32 [there], %3; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [theirs]; }" ::"r"(to),
+      "r"(barrier), "r"(rank), "r"(value)
+      : "memory");
+}
+__device__ inline void barrier_wait_for_told(std::uint32_t barrier, std::uint32_t parity) {  // and for what was told before it
+  std::uint32_t done = 0;
+  while (done == 0)
+    asm volatile(
+        "{ .reg .pred ended; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 ended, [%1], %2; selp.u32 %0, 1, 0, ended; }"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+}
+
 // Queues the copy of a box to this block, or to the same place of all blocks of the mask, whose barriers it counts down.
 __device__ inline void copy_box(std::uint32_t to, const CUtensorMap* map, std::uint32_t barrier, int x, int y, int z) {
   asm volatile(

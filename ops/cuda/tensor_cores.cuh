@@ -9,9 +9,10 @@ namespace moetrain::ops::cuda {
 enum class Along : int { k = 0, outer = 1 };
 
 // The matrix descriptor of an operand that begins at a shared address (PTX ISA, "Matrix descriptor"). Groups of 8 lines are 1024
-// bytes apart; along its rows, panels of 64 columns are panel_bytes apart.
+// bytes apart; along its rows, panels of 64 columns are panel_bytes apart. Address bits above the block's own name it in its
+// cluster.
 __device__ inline std::uint64_t operand_at(std::uint32_t address, std::uint32_t panel_bytes = 16) {
-  return std::uint64_t(address >> 4) | std::uint64_t(panel_bytes >> 4) << 16 | std::uint64_t(1024 >> 4) << 32 |
+  return std::uint64_t((address & 0x3ffff) >> 4) | std::uint64_t(panel_bytes >> 4) << 16 | std::uint64_t(1024 >> 4) << 32 |
          std::uint64_t(1) << 62;
 }
 // What 16 summands add to a descriptor.
