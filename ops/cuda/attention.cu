@@ -315,16 +315,21 @@ __global__ void attention_documents_kernel(const std::int64_t* __restrict__ star
   of_rows[t] = {int(starts[low]), int(starts[high])};
 }
 
-// grid (columns), block (32, 8): a warp takes every eighth head of a row
-template <class X>
+constexpr int kStatisticsRows = 8;
+
+// grid (columns / kStatisticsRows), block (32, kStatisticsRows): a warp takes a row of all heads
+template <class X, int kCount>
 __global__ void attention_statistics_kernel(const X* __restrict__ o, const X* __restrict__ dout, const float* __restrict__ lse,
                                             float* __restrict__ lse_log2, float* __restrict__ delta, std::int64_t T, int N, int Hv,
                                             std::int64_t columns) {
-  const std::int64_t t = blockIdx.x;
-  for (int n = int(threadIdx.y); n < N; n += int(blockDim.y)) {
+  const std::int64_t t = std::int64_t(blockIdx.x) * kStatisticsRows + threadIdx.y;
+  for (int n = 0; n < N; ++n) {
     float sum = 0;
     if (t < T)
-      for (int h = int(threadIdx.x); h < Hv; h += kWarp) sum += to_float(o[(t * N + n) * Hv + h]) * to_float(dout[(t * N + n) * Hv + h]);
+      for (int h = int(threadIdx.x) * kCount; h < Hv; h += kWarp * kCount) {
+        const auto os = load<kCount>(o + (t * N + n) * Hv + h), dos = load<kCount>(dout + (t * N + n) * Hv + h);
+        for (int i = 0; i < kCount; ++i) sum += to_float(os.at[i]) * to_float(dos.at[i]);
+      }
     sum = warp_sum(sum);
     if (threadIdx.x != 0) continue;
     lse_log2[n * columns + t] = t < T ? lse[t * N + n] * kLog2E : INFINITY;
@@ -424,9 +429,11 @@ void cuda::find_documents(Context& ctx, const Documents& documents, Tensor of_ro
 void cuda::row_statistics(Context& ctx, const AttentionBackward& a, Tensor lse, Tensor delta) {
   with_storage(a.q.dtype, [&](auto storage) {
     using S = decltype(storage);
-    launch(ctx, attention_statistics_kernel<device_t<S>>, {blocks(lse.shape[1], 1), dim3(kWarp, 8)}, device_pointer<S>(a.o),
-           device_pointer<S>(a.do_), a.lse.as<float>(), lse.as<float>(), delta.as<float>(), a.o.shape[0], int(a.o.shape[1]),
-           int(a.o.shape[2]), lse.shape[1]);
+    using X = device_t<S>;
+    const bool packed = in_packs<4>(a.o.shape[2], {a.o, a.do_});
+    launch(ctx, packed ? attention_statistics_kernel<X, 4> : attention_statistics_kernel<X, 1>,
+           {blocks(lse.shape[1], kStatisticsRows), dim3(kWarp, kStatisticsRows)}, device_pointer<S>(a.o), device_pointer<S>(a.do_),
+           a.lse.as<float>(), lse.as<float>(), delta.as<float>(), a.o.shape[0], int(a.o.shape[1]), int(a.o.shape[2]), lse.shape[1]);
   });
 }
 

@@ -117,6 +117,16 @@ __device__ void start_sums(float (&d)[kCount], const unsigned (&weights)[4 * kSt
   hold(d);
 }
 
+// Blocks of the grid by sections of heads (or groups of heads) whose other side stays in the L2; in a section by blocks of rows.
+struct Place {
+  int head, row_block;
+};
+__device__ Place place(int row_blocks, int heads, int heads_a_section) {
+  const int section = int(blockIdx.x) / (heads_a_section * row_blocks), first = section * heads_a_section;
+  const int here = min(heads_a_section, heads - first), in_section = int(blockIdx.x) - first * row_blocks;
+  return {first + in_section % here, in_section / here};
+}
+
 // ---- forward
 
 constexpr int kColumns = 128, kStages = 2;
@@ -150,8 +160,7 @@ __device__ void softmax(float (&z)[64], float (&top)[2], float (&sum)[2], float 
   }
 }
 
-// grid (blocks of 128 queries * N), block kThreads: by sections of heads whose keys stay in the L2, in a section the longest
-// blocks first. Group -1 brings keys and values from the diagonal down, the others have 64 queries each and take turns: one
+// grid (blocks of 128 queries * N), block kThreads: the longest blocks of a section first. Group -1 brings keys and values from the diagonal down, the others have 64 queries each and take turns: one
 // multiplies while the other is at its softmax. 687 GFLOP at T = 8192, N = 32.
 __global__ void __launch_bounds__(kThreads, 1)
     attention_forward_wgmma_kernel(const __grid_constant__ Maps maps, const int2* __restrict__ documents, __nv_bfloat16* __restrict__ o,
@@ -162,10 +171,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   unsigned char* const values = keys + kStages * kKeyStageBytes;
   __shared__ std::uint64_t queries_full, keys_full[kStages], keys_empty[kStages], values_full[kStages], values_empty[kStages];
 
-  const int row_blocks = (T + kRows - 1) / kRows, section = int(blockIdx.x) / (heads_a_section * row_blocks);
-  const int heads = min(heads_a_section, N - section * heads_a_section);
-  const int in_section = int(blockIdx.x) - section * heads_a_section * row_blocks;
-  const int n = section * heads_a_section + in_section % heads, first = (row_blocks - 1 - in_section / heads) * kRows;
+  const int row_blocks = (T + kRows - 1) / kRows;
+  const auto [n, row_block] = place(row_blocks, N, heads_a_section);
+  const int first = (row_blocks - 1 - row_block) * kRows;
   const int last = min(first + kRows, T) - 1;
   const int begin = documents[first].x / kColumns, turns = last / kColumns + 1 - begin;  // blocks of keys
 
@@ -278,6 +286,16 @@ constexpr int kStreamStatisticsBytes = 1024;  // of queries: lse and delta, 256 
 constexpr int kStreamBytes = kStreamKeyBytes + kStreamValueBytes + kStreamStatisticsBytes;
 constexpr int kBackwardBytes = 1024 + kRowsKeyBytes + kRowsValueBytes + kStreams * kStreamBytes;
 
+// Where in the ring of stages a thread is, and the parity of the stage's barrier that it waits for.
+struct Turn {
+  int stage = 0;
+  unsigned parity = 0;
+  __device__ void next() {
+    if (++stage == kStreams) stage = 0, parity ^= 1;
+  }
+  __device__ int before() const { return stage == 0 ? kStreams - 1 : stage - 1; }
+};
+
 // What backward writes: gradients of queries, or those of keys, with dk_extra summed over a group of heads (groups, T, kExtra).
 struct Gradients {
   __nv_bfloat16 *dq, *dkv;
@@ -293,7 +311,7 @@ template <bool kRowsAreKeys>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_backward_wgmma_kernel(const __grid_constant__ Maps maps, const int2* __restrict__ documents,
                                     const float* __restrict__ lse, const float* __restrict__ delta, std::int64_t stride,
-                                    Gradients to, int T, int N, float scale, int heads_a_group) {
+                                    Gradients to, int T, int N, float scale, int heads_a_group, int groups_a_section) {
   extern __shared__ unsigned char shared[];
   unsigned char* const row_keys = aligned(shared);
   unsigned char* const row_values = row_keys + kRowsKeyBytes;
@@ -301,8 +319,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ std::uint64_t rows_full, rows_empty, full[kStreams], empty[kStreams];
 
   const int row_blocks = (T + kRows - 1) / kRows, groups = (N + heads_a_group - 1) / heads_a_group;
-  const int block = int(blockIdx.x) / groups, of_heads = int(blockIdx.x) % groups;
-  const int first = (kRowsAreKeys ? block : row_blocks - 1 - block) * kRows, last = min(first + kRows, T) - 1;
+  const auto [of_heads, row_block] = place(row_blocks, groups, groups_a_section);
+  const int first = (kRowsAreKeys ? row_block : row_blocks - 1 - row_block) * kRows, last = min(first + kRows, T) - 1;
   const int begin = kRowsAreKeys ? first : documents[first].x / kStreamed * kStreamed;
   const int end = kRowsAreKeys ? documents[last].y : last + 1;
   const int first_head = of_heads * heads_a_group, last_head = min(first_head + heads_a_group, N) - 1;
@@ -323,7 +341,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     give_registers<24>();
     if (threadIdx.x != 0) return;
     const Rows rows = kRowsAreKeys ? keys_of(maps) : queries_of(maps), columns = kRowsAreKeys ? queries_of(maps) : keys_of(maps);
-    int turn = 0;
+    Turn turn;
     for (int n = first_head; n <= last_head; ++n) {
       wait(&rows_empty, unsigned(n - first_head + 1) % 2);
       arrive_and_expect(&rows_full, kRowsKeyBytes + kRowsValueBytes);
@@ -331,17 +349,17 @@ __global__ void __launch_bounds__(kThreads, 1)
         rows.bring_key(row_keys + half * kBoxBytes, kRowBoxBytes, n, first + half * kBox, &rows_full);
         rows.bring_value(row_values + half * kBoxBytes, kRowBoxBytes, n, first + half * kBox, &rows_full);
       }
-      for (int column = begin; column < end; column += kStreamed, ++turn) {
-        const int stage = turn % kStreams;
-        unsigned char* const at = streams + stage * kStreamBytes;
-        wait(&empty[stage], unsigned(turn / kStreams + 1) % 2);
-        arrive_and_expect(&full[stage], kStreamKeyBytes + kStreamValueBytes + (kRowsAreKeys ? 2 * kStreamed * 4 : 0));
-        columns.bring_key(at, kBoxBytes, n, column, &full[stage]);
-        columns.bring_value(at + kStreamKeyBytes, kBoxBytes, n, column, &full[stage]);
+      for (int column = begin; column < end; column += kStreamed, turn.next()) {
+        unsigned char* const at = streams + turn.stage * kStreamBytes;
+        std::uint64_t* const here = &full[turn.stage];
+        wait(&empty[turn.stage], turn.parity ^ 1);
+        arrive_and_expect(here, kStreamKeyBytes + kStreamValueBytes + (kRowsAreKeys ? 2 * kStreamed * 4 : 0));
+        columns.bring_key(at, kBoxBytes, n, column, here);
+        columns.bring_value(at + kStreamKeyBytes, kBoxBytes, n, column, here);
         if (kRowsAreKeys) {
           unsigned char* const statistics = at + kStreamKeyBytes + kStreamValueBytes;
-          copy_bytes(statistics, lse + n * stride + column, kStreamed * 4, &full[stage]);
-          copy_bytes(statistics + kStreamed * 4, delta + n * stride + column, kStreamed * 4, &full[stage]);
+          copy_bytes(statistics, lse + n * stride + column, kStreamed * 4, here);
+          copy_bytes(statistics + kStreamed * 4, delta + n * stride + column, kStreamed * 4, here);
         }
       }
     }
@@ -358,7 +376,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   float d_key[96], d_value[kRowsAreKeys ? 64 : 1];  // d_key is [nope | extra]
 #pragma unroll
   for (int i = 64; i < 96; ++i) d_key[i] = 0;
-  int turn = 0;
+  Turn turn;
   for (int n = first_head; n <= last_head; ++n) {
 #pragma unroll
     for (int i = 0; i < (kRowsAreKeys ? 64 : 96); ++i) d_key[i] = 0;
@@ -375,16 +393,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     float z[32], dz[32];
     unsigned weights[16], d_weights[16];
     wait(&rows_full, unsigned(n - first_head) % 2);
-    for (int column = begin; column < end; column += kStreamed, ++turn) {
-      const int stage = turn % kStreams;
-      const unsigned char* const at = streams + stage * kStreamBytes;
+    for (int column = begin; column < end; column += kStreamed, turn.next()) {
+      const unsigned char* const at = streams + turn.stage * kStreamBytes;
       const float* const statistics = reinterpret_cast<const float*>(at + kStreamKeyBytes + kStreamValueBytes);
-      wait(&full[stage], unsigned(turn / kStreams) % 2);
+      wait(&full[turn.stage], turn.parity);
       start_dots<kKey / 16>(z, my_keys, at, kBoxBytes);
       wgmma_wait<0>();  // for z, and for the sums over the columns before
       hold(z);
       hold(d_key);
-      if (column != begin && lane() == 0) arrive(&empty[(turn - 1) % kStreams]);
+      if (column != begin && lane() == 0) arrive(&empty[turn.before()]);
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         const float sum = kRowsAreKeys ? statistics[i / 4 * 8 + lane() % 4 * 2 + i % 2] : lse_of[i / 2 % 2];
@@ -422,7 +439,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     wgmma_wait<0>();
     hold(d_key);
-    if (lane() == 0) arrive(&empty[(turn - 1) % kStreams]);
+    if (lane() == 0) arrive(&empty[turn.before()]);
     barrier_sync(1 + group, kGroup);  // waits until the group's rows, where gradients are staged now, are read
     const std::int64_t at = mine + 16 * warp();
     if constexpr (kRowsAreKeys) {
@@ -484,6 +501,11 @@ Maps maps_of(const Args& a) {
   return maps;
 }
 
+int heads_a_section(std::int64_t T, std::int64_t heads) {
+  constexpr std::int64_t kStayInL2 = 24 << 20;
+  return int(std::clamp(kStayInL2 / (T * (kKey + kValue) * 2), std::int64_t(1), heads));
+}
+
 template <class Args>
 bool takes(const Args& a, std::initializer_list<ConstTensor> tensors) {
   return a.q.dtype == DType::bf16 && a.q.shape[2] == kKey && a.k_extra.shape[1] == kExtra && a.o.shape[2] == kValue && a.scale > 0 &&
@@ -500,11 +522,9 @@ bool cuda::wgmma_takes(const AttentionBackward& a) {
 
 void cuda::attention_wgmma(Context& ctx, const AttentionForward& a, ConstTensor documents) {
   const std::int64_t T = a.q.shape[0], N = a.q.shape[1];
-  constexpr std::int64_t kStayInL2 = 24 << 20;
-  const std::int64_t section = std::clamp(kStayInL2 / (T * (kNope + kValue) * 2), std::int64_t(1), N);
   launch(ctx, attention_forward_wgmma_kernel, {blocks((T + kRows - 1) / kRows * N, 1), kThreads, kForwardBytes}, maps_of(a),
          static_cast<const int2*>(documents.data), device_pointer<bf16>(a.o), a.lse.as<float>(), int(T), int(N), float(a.scale),
-         int(section));
+         heads_a_section(T, N));
 }
 
 void cuda::attention_wgmma(Context& ctx, const AttentionBackward& a, const AttentionBackward::Scratch& scratch) {
@@ -515,9 +535,10 @@ void cuda::attention_wgmma(Context& ctx, const AttentionBackward& a, const Atten
   const std::int64_t stride = scratch.lse.shape[1];
   const Gradients to = {device_pointer<bf16>(a.dq), device_pointer<bf16>(a.dkv), scratch.extra_parts.as<float>()};
   launch(ctx, attention_backward_wgmma_kernel<true>, {blocks(row_blocks * groups, 1), kThreads, kBackwardBytes}, maps, documents, lse,
-         delta, stride, to, int(T), int(N), float(a.scale), int(a.heads_a_group()));
+         delta, stride, to, int(T), int(N), float(a.scale), int(a.heads_a_group()),
+         heads_a_section(T, groups));
   launch(ctx, attention_backward_wgmma_kernel<false>, {blocks(row_blocks * N, 1), kThreads, kBackwardBytes}, maps, documents, lse,
-         delta, stride, to, int(T), int(N), float(a.scale), 1);
+         delta, stride, to, int(T), int(N), float(a.scale), 1, heads_a_section(T, N));
 }
 
 }  // namespace moetrain::ops
