@@ -398,7 +398,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       const float* const statistics = reinterpret_cast<const float*>(at + kStreamKeyBytes + kStreamValueBytes);
       wait(&full[turn.stage], turn.parity);
       start_dots<kKey / 16>(z, my_keys, at, kBoxBytes);
-      wgmma_wait<0>();  // for z, and for the sums over the columns before
+      if constexpr (kRowsAreKeys) {
+        wgmma_wait<0>();  // for z, and for the sums over the columns before
+      } else {
+        start_dots<kValue / 16>(dz, my_values, at + kStreamKeyBytes, kBoxBytes);  // keys have no registers left for it so early
+        wgmma_wait<1>();
+      }
       hold(z);
       hold(d_key);
       if (column != begin && lane() == 0) arrive(&empty[turn.before()]);
@@ -420,9 +425,11 @@ __global__ void __launch_bounds__(kThreads, 1)
             }
         }
       }
-      pack(weights, z);
-      start_dots<kValue / 16>(dz, my_values, at + kStreamKeyBytes, kBoxBytes);
-      if constexpr (kRowsAreKeys) start_sums<kStreamed / 16>(d_value, weights, at + kStreamKeyBytes, kBoxBytes);
+      if constexpr (kRowsAreKeys) {
+        pack(weights, z);
+        start_dots<kValue / 16>(dz, my_values, at + kStreamKeyBytes, kBoxBytes);
+        start_sums<kStreamed / 16>(d_value, weights, at + kStreamKeyBytes, kBoxBytes);
+      }
       wgmma_wait<0>();
       hold(dz);
       if constexpr (kRowsAreKeys) hold(d_value);
@@ -430,9 +437,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int j = 0; j < 8; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float2 p = unpacked(weights[2 * j + half]);
           const int i = 4 * j + 2 * half, c = kStreamed + 8 * j + lane() % 4 * 2;
           const float low = kRowsAreKeys ? statistics[c] : delta_of[half], high = kRowsAreKeys ? statistics[c + 1] : delta_of[half];
+          const float2 p = kRowsAreKeys ? unpacked(weights[2 * j + half]) : float2{z[i], z[i + 1]};
           d_weights[2 * j + half] = packed(p.x * (dz[i] - low), p.y * (dz[i + 1] - high));
         }
       start_sums<kStreamed / 16>(d_key, d_weights, at, kBoxBytes);
