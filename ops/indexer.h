@@ -38,7 +38,8 @@ struct IndexerSelect {
     Tensor scores;  // (rows, longest document): query rows whose scores are held at once
     Tensor spill;   // (rows, n): what is sorted of them, where it does not fit a block
   };
-  Scratch take_scratch(Context& ctx) const {  // of the CUDA backend
+  bool on_tensor_cores() const { return q.dtype == DType::bf16 && q.shape[1] <= 64 && q.shape[2] == 128; }  // of a CUDA device
+  Scratch take_scratch(Context& ctx) const {                                                                // of the CUDA backend
     if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
     constexpr std::int64_t kBytes = std::int64_t(64) << 20, kFitsABlock = 16384;
     const std::int64_t longest = documents.longest(), most = std::min(indices.shape[1], longest);
@@ -79,23 +80,44 @@ struct IndexerLoss {
   Tensor dk;                                // (T, H)
   Tensor dweights;                          // (T, J) real, gradient of the scaled weights
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  bool on_tensor_cores() const {            // of a CUDA device
+    return q.dtype == DType::bf16 && q.shape[1] <= 64 && q.shape[2] == 128 && q.shape[0] <= 1 << 19;
+  }
+  // Of the CUDA backend, which holds some query rows at a time: the products of their pairs, or the gradients of these.
   struct Scratch {
-    Tensor row_loss;  // (T)
-    Tensor scores;    // (blocks, W)
-    Tensor u;         // (rows, J, W): query rows whose products are held at once
-    Tensor slots;     // (T, rows)
-    Tensor dk;        // (T, H)
+    Tensor row_loss;                        // (T)
+    Tensor scores;                          // (rows or blocks, W)
+    Tensor u, slots;                        // (rows, J, W) and (T, rows)
+    Tensor pairs;                           // on tensor cores: (rows, W, 64) bf16, and
+    Tensor listed, counts, bounds, target;  // the positions of each row in order, and their target
+    Tensor dk;                              // (T, H), on tensor cores (parts, T, H)
   };
-  Scratch take_scratch(Context& ctx) const {  // of the CUDA backend
+  Scratch take_scratch(Context& ctx) const {
     if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
-    constexpr std::int64_t kBytes = std::int64_t(256) << 20, kBlocks = 528;  // four blocks a multiprocessor of an H200
-    const std::int64_t T = q.shape[0], J = q.shape[1], H = q.shape[2], W = target.shape[1], f32 = 4, i32 = 4;
-    const std::int64_t rows =
-        std::clamp<std::int64_t>(kBytes / std::max<std::int64_t>(J * W * f32 + T * i32, 1), 1, std::max<std::int64_t>(T, 1));
-    const std::int64_t keys = dq.present() ? T : 0;
-    return {ctx.scratch.take(DType::f32, {T}), ctx.scratch.take(DType::f32, {std::min(rows, kBlocks), W}),
-            ctx.scratch.take(DType::f32, {rows, J, W}), ctx.scratch.take(DType::i32, {keys, rows}),
-            ctx.scratch.take(DType::f32, {keys, H})};
+    constexpr std::int64_t kBytes = std::int64_t(256) << 20, f32 = 4, i32 = 4, kSMs = 132;
+    const std::int64_t T = q.shape[0], J = q.shape[1], H = q.shape[2], W = target.shape[1], keys = dq.present() ? T : 0;
+    const bool tiles = on_tensor_cores();
+    constexpr std::int64_t kHeads = 64, kHeld = 8192;  // of a pair; scores that a block holds itself
+    const std::int64_t a_row = tiles ? W * (2 * kHeads + 3 * f32) : J * W * f32 + T * i32;
+    const std::int64_t fit = std::clamp<std::int64_t>(kBytes / std::max<std::int64_t>(a_row, 1), 1, std::max<std::int64_t>(T, 1));
+    if (!tiles)
+      return {.row_loss = ctx.scratch.take(DType::f32, {T}),
+              .scores = ctx.scratch.take(DType::f32, {std::min(fit, 4 * kSMs), W}),
+              .u = ctx.scratch.take(DType::f32, {fit, J, W}),
+              .slots = ctx.scratch.take(DType::i32, {keys, fit}),
+              .dk = ctx.scratch.take(DType::f32, {keys, H})};
+    const std::int64_t rows = fit < kSMs ? fit : std::min(fit / kSMs, std::int64_t(8)) * kSMs;
+    constexpr std::int64_t kRange = 512, kPanel = 64, kBlocks = 1152, kMostParts = 16;  // as cuda/key_tiles.cuh
+    const std::int64_t ranges = (T + kRange - 1) / kRange,
+                       parts = std::clamp<std::int64_t>(kBlocks / std::max<std::int64_t>(ranges * (H / kPanel), 1), 1, kMostParts);
+    return {.row_loss = ctx.scratch.take(DType::f32, {T}),
+            .scores = ctx.scratch.take(DType::f32, {W > kHeld ? rows : 0, W}),
+            .pairs = ctx.scratch.take(DType::bf16, {dq.present() ? rows : 0, W, kHeads}),
+            .listed = ctx.scratch.take(DType::i32, {rows, W}),
+            .counts = ctx.scratch.take(DType::i32, {rows}),
+            .bounds = ctx.scratch.take(DType::i32, {rows, ranges + 1}),
+            .target = ctx.scratch.take(DType::f32, {indices.present() ? rows : 0, W}),
+            .dk = ctx.scratch.take(DType::f32, {parts, keys, H})};
   }
   void check_shapes() const {
     check(q.shape.rank() == 3 && target.shape.rank() == 2, "indexer_loss: q, target are not of rank 3, 2",

@@ -93,7 +93,7 @@ struct SparseAttentionBackward {
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   bool on_tensor_cores() const {            // of a CUDA device
     return q.dtype == DType::bf16 && latent.shape[1] == 512 && k_extra.shape[1] == 64 && q.shape[2] % 8 == 0 &&
-           q.shape[0] <= 1 << 20;
+           q.shape[0] <= 1 << 19;
   }
   // Of the CUDA backend, which holds some rows of queries at a time: the probabilities and the gradients of scores of their pairs.
   struct Scratch {
@@ -116,7 +116,7 @@ struct SparseAttentionBackward {
               .slots = ctx.scratch.take(DType::i32, {T, fit}),
               .sums = ctx.scratch.take(DType::f32, {T, width})};
     const std::int64_t rows = fit < kSMs ? fit : std::min(fit / kSMs * kSMs, kMostRows);  // a multiprocessor a row, all of them
-    constexpr std::int64_t kRange = 512, kPanel = 64, kBlocks = 1152, kMostParts = 8;     // as cuda/key_tiles.cuh
+    constexpr std::int64_t kRange = 512, kPanel = 64, kBlocks = 1152, kMostParts = 16;    // as cuda/key_tiles.cuh
     const std::int64_t ranges = (T + kRange - 1) / kRange,
                        parts =
                            std::clamp<std::int64_t>(kBlocks / std::max<std::int64_t>(ranges * (width / kPanel), 1), 1, kMostParts);

@@ -1,5 +1,6 @@
 // indexer.cu -- which kernels run; the exact selection of the best keys of a row of scores; and scores and loss for any width and
-// for f32, in plain arithmetic. bf16 in the model's widths goes to indexer_tiles.cu.
+// for f32, in plain arithmetic. bf16 in the model's widths goes to indexer_tiles.cu and
+// indexer_loss_tiles.cu.
 #include <algorithm>
 #include <bit>
 
@@ -228,20 +229,24 @@ __global__ void __launch_bounds__(kSelectThreads)
     indices[t * K + i] = i < taken ? std::int32_t(first + std::int64_t(ranks[i] & ((std::uint64_t(1) << place_bits) - 1))) : -1;
 }
 
+void check_aligned(std::initializer_list<ConstTensor> tensors) {  // what views by rows keep
+  check(in_packs<8>(8, tensors), "indexer: a tensor does not begin at a multiple of 16 bytes");
+}
+
 template <class Storage>
 void select(Context& ctx, const IndexerSelect& a) {
   const std::int64_t T = a.q.shape[0], J = a.q.shape[1], H = a.q.shape[2], K = a.indices.shape[1], longest = a.documents.longest();
   const std::int64_t size = std::int64_t(std::bit_ceil(std::uint64_t(std::max<std::int64_t>(std::min(K, longest), kSegment))));
   const DocumentList documents(a.documents);
+  if (a.on_tensor_cores()) check_aligned({a.q, a.k});
   const Scope scope(ctx.scratch);
   const auto scratch = a.take_scratch(ctx);
   const std::int64_t chunk = scratch.scores.shape[0];
   float* const scores = scratch.scores.template as<float>();
-  const bool tiles = std::is_same_v<Storage, bf16> && H == 128 && J <= 64 && in_packs<8>(8, {a.q, a.k});
   const auto shared = std::size_t((scratch.spill.present() ? 0 : 8 * size) + (longest <= kMostHeld ? 4 * longest : 0));
   for (std::int64_t begin = 0; begin < T; begin += chunk) {
     const std::int64_t rows = std::min(chunk, T - begin);
-    if (tiles)
+    if (a.on_tensor_cores())
       index_score_tiles(ctx, a, scores, begin, rows);
     else
       launch(ctx, scores_kernel<device_t<Storage>>, {dim3(blocks(rows, 1), blocks(longest, kKeys)), dim3(kScoreThreads)},
@@ -389,7 +394,7 @@ __global__ void loss_sum_kernel(const float* __restrict__ row_loss, float* __res
 }
 
 template <class Storage>
-void loss(Context& ctx, const IndexerLoss& a) {
+void loss(Context& ctx, const IndexerLoss& a, const IndexerLoss::Scratch& scratch) {
   using T = device_t<Storage>;
   const std::int64_t tokens = a.q.shape[0], J = a.q.shape[1], H = a.q.shape[2], W = a.target.shape[1];
   const bool gradients = a.dq.present();
@@ -404,8 +409,6 @@ void loss(Context& ctx, const IndexerLoss& a) {
                          .H = H,
                          .W = W,
                          .gradient_scale = float(a.gradient_scale)};
-  const Scope scope(ctx.scratch);
-  const auto scratch = a.take_scratch(ctx);
   const std::int64_t chunk = scratch.u.shape[0];
   for (std::int64_t begin = 0; begin < tokens; begin += chunk) {
     const std::int64_t end = std::min(begin + chunk, tokens), rows = end - begin;
@@ -430,7 +433,6 @@ void loss(Context& ctx, const IndexerLoss& a) {
                              .width = H,
                              .first = begin == 0});
   }
-  launch(ctx, loss_sum_kernel, {dim3(1), dim3(256)}, scratch.row_loss.template as<float>(), a.loss.as<float>(), tokens);
   if (gradients) store_sums(ctx, scratch.dk.template as<float>(), device_pointer<Storage>(a.dk), 1, tokens, H, 0, H);
 }
 
@@ -447,7 +449,14 @@ void cuda::indexer_select(Context& ctx, const IndexerSelect& a) {
   with_type(a.q.dtype, [&](auto storage) { select<decltype(storage)>(ctx, a); });
 }
 void cuda::indexer_loss(Context& ctx, const IndexerLoss& a) {
-  with_type(a.q.dtype, [&](auto storage) { loss<decltype(storage)>(ctx, a); });
+  const Scope scope(ctx.scratch);
+  const auto scratch = a.take_scratch(ctx);
+  if (a.on_tensor_cores()) {
+    check_aligned({a.q, a.k, a.dq});
+    index_loss_tiles(ctx, a, scratch);
+  } else
+    with_type(a.q.dtype, [&](auto storage) { loss<decltype(storage)>(ctx, a, scratch); });
+  launch(ctx, loss_sum_kernel, {dim3(1), dim3(256)}, scratch.row_loss.as<float>(), a.loss.as<float>(), a.q.shape[0]);
 }
 
 }  // namespace moetrain::ops

@@ -32,4 +32,7 @@ __device__ inline float relu(float u) {  // a NaN stays one
 // and at most 64 heads.
 void index_score_tiles(Context& ctx, const IndexerSelect& a, float* scores, std::int64_t begin, std::int64_t rows);
 
+// indexer_loss_tiles.cu: all but the sum over rows of IndexerLoss, for bf16, H = 128 and at most 64 heads.
+void index_loss_tiles(Context& ctx, const IndexerLoss& a, const IndexerLoss::Scratch& scratch);
+
 }  // namespace moetrain::ops::cuda

@@ -14,8 +14,9 @@ namespace {
 
 constexpr int kListThreads = 256;
 
-// grid (rows), block (kListThreads), shared a bit a key: the set of positions, read out in order
-__global__ void list_keys_kernel(const std::int32_t* __restrict__ indices, const KeyLists to) {
+// grid (rows), block (kListThreads), shared a bit a key, with values another: the set of positions, read out in order
+__global__ void list_keys_kernel(const std::int32_t* __restrict__ indices, const KeyLists to, const float* __restrict__ values,
+                                 float* __restrict__ turned) {
   extern __shared__ std::uint32_t set[];
   __shared__ int of_warp[kListThreads / kWarp];
   const std::int64_t row = blockIdx.x;
@@ -49,9 +50,18 @@ __global__ void list_keys_kernel(const std::int32_t* __restrict__ indices, const
   constexpr int kRangeWords = kKeyRange / 32;
   for (int w = begin; w < end; ++w) {
     if (w % kRangeWords == 0) to.bounds[row * (ranges + 1) + w / kRangeWords] = place;
+    if (values) set[words + w] = std::uint32_t(place);
     for (std::uint32_t bits = set[w]; bits != 0; bits &= bits - 1) to.listed[row * to.K + place++] = 32 * w + __ffs(int(bits)) - 1;
   }
   for (std::int64_t k = total + int(threadIdx.x); k < to.K; k += kListThreads) to.listed[row * to.K + k] = -1;
+  if (values) {
+    __syncthreads();  // waits for the places of all words
+    for (std::int64_t k = threadIdx.x; k < to.K; k += kListThreads) {
+      const std::int32_t at = indices[row * to.K + k];
+      if (at < 0) continue;
+      turned[row * to.K + set[words + at / 32] + __popc(set[at / 32] & ((1U << at % 32) - 1))] = values[row * to.K + k];
+    }
+  }
   if (threadIdx.x == 0) to.counts[row] = to.bounds[row * (ranges + 1) + ranges] = total;
 }
 
@@ -232,9 +242,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-void list_keys(Context& ctx, const std::int32_t* indices, const KeyLists& to) {
+void list_keys(Context& ctx, const std::int32_t* indices, const KeyLists& to, const float* values, float* turned) {
   check(to.keys <= kMostListedKeys, "key_tiles: more keys than a block's memory has bits for", {{"keys", to.keys}});
-  launch(ctx, list_keys_kernel, {blocks(to.rows, 1), dim3(kListThreads), std::size_t((to.keys + 31) / 32 * 4)}, indices, to);
+  launch(ctx, list_keys_kernel, {blocks(to.rows, 1), dim3(kListThreads), std::size_t((to.keys + 31) / 32 * (values ? 8 : 4))},
+         indices, to, values, turned);
 }
 
 void sum_key_tiles(Context& ctx, const KeyTiles& a) {

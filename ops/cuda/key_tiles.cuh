@@ -20,7 +20,7 @@ constexpr std::int64_t kKeyRange = 512, kMostKeyRows = 1056;  // keys of a block
 inline std::int64_t key_ranges(std::int64_t keys) { return (keys + kKeyRange - 1) / kKeyRange; }
 // Into how many parts the rows of a call are cut, each with sums of its own, so that the device is filled.
 inline std::int64_t key_parts(std::int64_t keys, std::int64_t panels) {
-  constexpr std::int64_t kBlocks = 1152, kMost = 8;
+  constexpr std::int64_t kBlocks = 1152, kMost = 16;
   const std::int64_t blocks = key_ranges(keys) * panels;
   return blocks == 0 || kBlocks / blocks > kMost ? kMost : kBlocks / blocks < 1 ? 1 : kBlocks / blocks;
 }
@@ -32,8 +32,10 @@ struct KeyLists {
   std::int32_t* bounds;  // (rows, ranges + 1)
   std::int64_t rows, K, keys;
 };
-constexpr std::int64_t kMostListedKeys = 1 << 20;  // a bit each in a block's memory
-void list_keys(Context& ctx, const std::int32_t* indices, const KeyLists& to);
+// with values (rows, K): they follow their positions, to `turned` (rows, K).
+constexpr std::int64_t kMostListedKeys = 1 << 19;  // two bits each in a block's memory
+void list_keys(Context& ctx, const std::int32_t* indices, const KeyLists& to, const float* values = nullptr,
+               float* turned = nullptr);
 
 struct KeyTiles {
   KeyLists lists;
