@@ -20,6 +20,23 @@
 
 namespace moetrain::ops {
 
+inline void check_attention(ConstTensor q, ConstTensor kv, ConstTensor k_extra, ConstTensor o, ConstTensor lse,
+                            const Documents& documents) {
+  check(q.shape.rank() == 3 && kv.shape.rank() == 3 && k_extra.shape.rank() == 2, "attention: q, kv, k_extra are not of rank 3, 3, 2",
+        {{"q", q.shape.rank()}, {"kv", kv.shape.rank()}, {"k_extra", k_extra.shape.rank()}});
+  const auto T = q.shape[0], N = q.shape[1], He = k_extra.shape[1], Hn = q.shape[2] - He, Hv = kv.shape[2] - Hn;
+  check(N >= 1 && Hn >= 1 && Hv >= 1, "attention: no head, or q or kv too narrow", {{"N", N}, {"Hn", Hn}, {"He", He}, {"Hv", Hv}});
+  check(kv.shape == Shape{T, N, Hn + Hv}, "attention: kv is not (T, N, Hn + Hv)", {{"T", T}, {"N", N}, {"kv", kv.count()}});
+  check(k_extra.shape == Shape{T, He}, "attention: k_extra is not (T, He)", {{"T", T}, {"rows", k_extra.shape[0]}});
+  check(o.shape == Shape{T, N, Hv}, "attention: o is not (T, N, Hv)", {{"T", T}, {"N", N}, {"Hv", Hv}, {"o", o.count()}});
+  check(lse.shape == Shape{T, N}, "attention: lse is not (T, N)", {{"T", T}, {"N", N}, {"lse", lse.count()}});
+  documents.check_cover(T);
+  const auto type = q.dtype;
+  check(kv.dtype == type && k_extra.dtype == type && o.dtype == type, "attention: q, kv, k_extra, o are not of one type",
+        {{"q", int(type)}, {"kv", int(kv.dtype)}, {"k_extra", int(k_extra.dtype)}, {"o", int(o.dtype)}});
+  check(lse.dtype == real_of(type), "attention: lse is not real", {{"q", int(type)}, {"lse", int(lse.dtype)}});
+}
+
 struct AttentionForward {
   ConstTensor q;        // (T, N, Hn + He)
   ConstTensor kv;       // (T, N, Hn + Hv), per head key then value
@@ -37,27 +54,13 @@ struct AttentionForward {
     return ctx.scratch.take(DType::i32, {q.shape[0], 2});
   }
   void check_shapes() const {
-    check(q.shape.rank() == 3 && kv.shape.rank() == 3 && k_extra.shape.rank() == 2,
-          "attention: q, kv, k_extra are not of rank 3, 3, 2",
-          {{"q", q.shape.rank()}, {"kv", kv.shape.rank()}, {"k_extra", k_extra.shape.rank()}});
-    const auto T = q.shape[0], N = q.shape[1], He = k_extra.shape[1], Hn = q.shape[2] - He, Hv = kv.shape[2] - Hn;
-    check(N >= 1 && Hn >= 1 && Hv >= 1, "attention: no head, or q or kv too narrow",
-          {{"N", N}, {"Hn", Hn}, {"He", He}, {"Hv", Hv}});
-    check(kv.shape == Shape{T, N, Hn + Hv}, "attention: kv is not (T, N, Hn + Hv)", {{"T", T}, {"N", N}, {"kv", kv.count()}});
-    check(k_extra.shape == Shape{T, He}, "attention: k_extra is not (T, He)", {{"T", T}, {"rows", k_extra.shape[0]}});
-    check(o.shape == Shape{T, N, Hv}, "attention: o is not (T, N, Hv)", {{"T", T}, {"N", N}, {"Hv", Hv}, {"o", o.count()}});
-    check(lse.shape == Shape{T, N}, "attention: lse is not (T, N)", {{"T", T}, {"N", N}, {"lse", lse.count()}});
-    documents.check_cover(T);
-    const auto type = q.dtype, real = real_of(type);
-    check(kv.dtype == type && k_extra.dtype == type && o.dtype == type, "attention: q, kv, k_extra, o are not of one type",
-          {{"q", int(type)}, {"kv", int(kv.dtype)}, {"k_extra", int(k_extra.dtype)}, {"o", int(o.dtype)}});
-    check(lse.dtype == real, "attention: lse is not real", {{"q", int(type)}, {"lse", int(lse.dtype)}});
+    check_attention(q, kv, k_extra, o, lse, documents);
     if (!probability.present()) return;
-    check(probability.shape.rank() == 2 && probability.shape[0] == T && probability.shape[1] >= documents.longest(),
+    check(probability.shape.rank() == 2 && probability.shape[0] == q.shape[0] && probability.shape[1] >= documents.longest(),
           "attention: probability is not (T, W), W the longest document or more",
-          {{"T", T}, {"longest", documents.longest()}, {"probability", probability.count()}});
-    check(probability.dtype == real, "attention: probability is not real",
-          {{"q", int(type)}, {"probability", int(probability.dtype)}});
+          {{"T", q.shape[0]}, {"longest", documents.longest()}, {"probability", probability.count()}});
+    check(probability.dtype == lse.dtype, "attention: probability is not real",
+          {{"lse", int(lse.dtype)}, {"probability", int(probability.dtype)}});
   }
 };
 
@@ -93,27 +96,13 @@ struct AttentionBackward {
             take({(N + heads - 1) / heads, T, k_extra.shape[1]})};
   }
   void check_shapes() const {
-    check(q.shape.rank() == 3 && kv.shape.rank() == 3 && k_extra.shape.rank() == 2,
-          "attention: q, kv, k_extra are not of rank 3, 3, 2",
-          {{"q", q.shape.rank()}, {"kv", kv.shape.rank()}, {"k_extra", k_extra.shape.rank()}});
-    const auto T = q.shape[0], N = q.shape[1], He = k_extra.shape[1], Hn = q.shape[2] - He, Hv = kv.shape[2] - Hn;
-    check(N >= 1 && Hn >= 1 && Hv >= 1, "attention: no head, or q or kv too narrow",
-          {{"N", N}, {"Hn", Hn}, {"He", He}, {"Hv", Hv}});
-    check(kv.shape == Shape{T, N, Hn + Hv}, "attention: kv is not (T, N, Hn + Hv)", {{"T", T}, {"N", N}, {"kv", kv.count()}});
-    check(k_extra.shape == Shape{T, He}, "attention: k_extra is not (T, He)", {{"T", T}, {"rows", k_extra.shape[0]}});
-    check(o.shape == Shape{T, N, Hv} && do_.shape == o.shape, "attention: o or do is not (T, N, Hv)",
-          {{"T", T}, {"N", N}, {"Hv", Hv}, {"o", o.count()}, {"do", do_.count()}});
-    check(lse.shape == Shape{T, N}, "attention: lse is not (T, N)", {{"T", T}, {"N", N}, {"lse", lse.count()}});
+    check_attention(q, kv, k_extra, o, lse, documents);
+    check(do_.shape == o.shape, "attention: do is not (T, N, Hv)", {{"o", o.count()}, {"do", do_.count()}});
     check(dq.shape == q.shape && dkv.shape == kv.shape && dk_extra.shape == k_extra.shape, "attention: a gradient does not fit",
           {{"dq", dq.count()}, {"dkv", dkv.count()}, {"dk_extra", dk_extra.count()}});
-    documents.check_cover(T);
     const auto type = q.dtype;
-    check(kv.dtype == type && k_extra.dtype == type && o.dtype == type && do_.dtype == type,
-          "attention: q, kv, k_extra, o, do are not of one type",
-          {{"q", int(type)}, {"kv", int(kv.dtype)}, {"k_extra", int(k_extra.dtype)}, {"o", int(o.dtype)}, {"do", int(do_.dtype)}});
-    check(dq.dtype == type && dkv.dtype == type && dk_extra.dtype == type, "attention: a gradient is not of q's type",
-          {{"q", int(type)}, {"dq", int(dq.dtype)}, {"dkv", int(dkv.dtype)}, {"dk_extra", int(dk_extra.dtype)}});
-    check(lse.dtype == real_of(type), "attention: lse is not real", {{"q", int(type)}, {"lse", int(lse.dtype)}});
+    check(do_.dtype == type && dq.dtype == type && dkv.dtype == type && dk_extra.dtype == type, "attention: a gradient is not of q's type",
+          {{"q", int(type)}, {"do", int(do_.dtype)}, {"dq", int(dq.dtype)}, {"dkv", int(dkv.dtype)}, {"dk_extra", int(dk_extra.dtype)}});
   }
 };
 
