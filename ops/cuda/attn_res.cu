@@ -13,8 +13,9 @@ using namespace cuda;  // NOLINT: the helpers of this backend
 
 constexpr unsigned int kAll = 0xffffffffU;
 constexpr int kMostSources = 64;  // two a lane of a warp; their pointers travel in the launch's parameters
-constexpr int kMostThreads = 512, kMostWarps = kMostThreads / kWarp, kTogether = 4;  // sources whose rows are loaded together
-constexpr std::int64_t kStagedBytes = 100 << 10;                                     // of shared memory, so that two blocks fit
+constexpr int kMostThreads = 448, kMostWarps = kMostThreads / kWarp, kTogether = 4,
+              kPair = 2;                          // sources whose rows are loaded together
+constexpr std::int64_t kStagedBytes = 100 << 10;  // of shared memory, so that two blocks fit
 constexpr std::int64_t kSharedBytes = 200 << 10;
 
 template <class T>
@@ -213,17 +214,17 @@ __global__ void __launch_bounds__(kMostThreads, 2)
     for (std::int64_t d = first; d < D; d += step) {
       const auto cs = load<kCount>(c + d), dys = load_floats<kCount>(dy + t * D + d);
       Floats<kCount> sum{};
-      for (int n = 0; n < Z; n += kTogether) {
-        Floats<kCount> dv[kTogether];
-        Pack<X, kCount> v[kTogether];
+      for (int n = 0; n < Z; n += kPair) {
+        Floats<kCount> dv[kPair];
+        Pack<X, kCount> v[kPair];
 #pragma unroll
-        for (int u = 0; u < kTogether; ++u)
+        for (int u = 0; u < kPair; ++u)
           if (n + u < Z) {
             dv[u] = load<kCount>(dsources.of[std::size_t(n + u)] + t * D + d);
             v[u] = load<kCount>(staging.row(n + u) + d);
           }
 #pragma unroll
-        for (int u = 0; u < kTogether; ++u)
+        for (int u = 0; u < kPair; ++u)
           if (n + u < Z) {
             for (int i = 0; i < kCount; ++i) {
               const float x = to_float(v[u].at[i]);
