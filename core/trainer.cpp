@@ -4,6 +4,15 @@
 #include "core/together.h"
 
 namespace moetrain::core {
+namespace {
+
+// A job that leaves the device open is planned for a GPU where this build knows one: plans are made where no GPU is.
+Device planned_device(const Config& c) {
+  const bool cpu = c.run.device == DeviceChoice::cpu || c.run.dtype == DType::f64 || (c.run.device == DeviceChoice::automatic && !kHasCuda);
+  return cpu ? Device::cpu : Device::cuda;
+}
+
+}  // namespace
 
 Trainer::Trainer(const Config& config, std::unique_ptr<parallel::Communicator> world, Device device, bool poison)
     : config_(config),
@@ -12,7 +21,7 @@ Trainer::Trainer(const Config& config, std::unique_ptr<parallel::Communicator> w
       scratch_(memory_, Category::workspace, poison),
       kept_(memory_, Category::activations, poison),
       blas_(ops::make_blas(memory_)),
-      ctx_{.scratch = scratch_, .blas = blas_.get()},
+      ctx_{.scratch = scratch_, .blas = blas_.get(), .plans_for = planned_device(config)},
       model_(config.model, table_) {
   together(*mesh_.world().control, [&] { allocate(); });
 }

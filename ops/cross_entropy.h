@@ -66,7 +66,7 @@ struct CrossEntropy {
     Tensor weight;   // (v, D); absent where weight itself is real
     Tensor dhidden;  // (s, D); absent for loss only
   };
-  Scratch take_scratch(Context& ctx) const {
+  Scratch take_host_scratch(Context& ctx) const {
     const auto s = std::min(seq_chunk, hidden.shape[0]), v = std::min(vocab_chunk, weight.shape[0]), D = hidden.shape[1];
     const auto real = real_of(hidden.dtype);
     auto& stack = ctx.scratch;
@@ -78,6 +78,10 @@ struct CrossEntropy {
     if (weight.dtype != real) taken.weight = stack.take(real, {v, D});
     if (dhidden.present()) taken.dhidden = stack.take(real, {s, D});
     return taken;
+  }
+  void take_scratch(Context& ctx) const {  // of a dry run
+    if (ctx.plans_for == Device::cuda) take_device_scratch(ctx);
+    else take_host_scratch(ctx);
   }
   struct DeviceScratch {  // of CUDA
     Tensor running;  // (3, s) as above

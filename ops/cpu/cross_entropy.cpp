@@ -147,7 +147,7 @@ void check_labels(const CrossEntropy& a) {
 void cpu::cross_entropy(Context& ctx, const CrossEntropy& a) {
   check_labels(a);
   Scope scope(ctx.scratch);
-  const auto scratch = a.take_scratch(ctx);
+  const auto scratch = a.take_host_scratch(ctx);
   with_storage(a.hidden.dtype, [&](auto type) { Loss<decltype(type)>(a, scratch).run(); });
 }
 
