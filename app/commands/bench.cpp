@@ -25,6 +25,10 @@ constexpr Named kBenches[] = {{"linear", bench_linear},
                               {"attention", bench_attention},
                               {"sparse_attention", bench_sparse_attention},
                               {"indexer", bench_indexer},
+                              {"attn_res", bench_attn_res},
+                              {"router", bench_router},
+                              {"permute", bench_permute},
+                              {"adamw", bench_adamw},
                               {"cross_entropy", bench_cross_entropy}};
 
 void print_line(const Figure& f, double floor_ms) {
