@@ -12,8 +12,7 @@ namespace {
 
 using namespace cuda;  // NOLINT: the helpers of this backend
 
-constexpr int kThreads = 1024;
-constexpr std::int64_t kRowBytes = 208 << 10;  // of a row of logits that one block keeps in shared memory between its two readings
+constexpr int kThreads = 512;
 constexpr float kLog2E = 1.4426950408889634F;
 
 // The largest logit so far and the sum of exponentials below it.
@@ -59,31 +58,20 @@ struct Rows {
   std::int64_t first, width, stride;  // vocabulary rows of this block, and elements between rows of logits
 };
 
-// kept: the first kept_packs of the row stay in shared memory; each is read again by the thread that put it there.
 template <class T>
-__device__ Sum sum_of_row(const T* __restrict__ row, std::int64_t width, Pack<T, 16 / sizeof(T)>* kept = nullptr,
-                          std::int64_t kept_packs = 0) {
-  constexpr int kCount = 16 / sizeof(T), kAtOnce = 4;  // loads in flight
+__device__ Sum sum_of_row(const T* row, std::int64_t width) {
+  constexpr int kCount = 16 / sizeof(T);
   Sum mine;
   const std::int64_t packs = width / kCount;
-  for (std::int64_t first = threadIdx.x; first < packs; first += kAtOnce * kThreads) {
-    Pack<T, kCount> logits[kAtOnce];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j)
-      if (first + j * kThreads < packs) logits[j] = load<kCount>(row + (first + j * kThreads) * kCount);
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const std::int64_t p = first + j * kThreads;
-      if (p >= packs) break;
-      if (p < kept_packs) kept[p] = logits[j];
-      float most = to_float(logits[j].at[0]);
-      for (int i = 1; i < kCount; ++i) most = fmaxf(most, to_float(logits[j].at[i]));
-      if (most > mine.top) {
-        mine.sum *= exp2f((mine.top - most) * kLog2E);
-        mine.top = most;
-      }
-      for (int i = 0; i < kCount; ++i) mine.sum += exp2f((to_float(logits[j].at[i]) - mine.top) * kLog2E);
+  for (std::int64_t p = threadIdx.x; p < packs; p += kThreads) {
+    const auto logits = load<kCount>(row + p * kCount);
+    float most = to_float(logits.at[0]);
+    for (int i = 1; i < kCount; ++i) most = fmaxf(most, to_float(logits.at[i]));
+    if (most > mine.top) {
+      mine.sum *= exp2f((mine.top - most) * kLog2E);
+      mine.top = most;
     }
+    for (int i = 0; i < kCount; ++i) mine.sum += exp2f((to_float(logits.at[i]) - mine.top) * kLog2E);
   }
   for (std::int64_t v = packs * kCount + threadIdx.x; v < width; v += kThreads) mine.add(to_float(row[v]));
   return block_total(mine);
@@ -91,7 +79,7 @@ __device__ Sum sum_of_row(const T* __restrict__ row, std::int64_t width, Pack<T,
 
 // grid (s), block (kThreads): the sums of one token over this block's part of the vocabulary, added to those before it.
 template <class T>
-__global__ void __launch_bounds__(kThreads) cross_entropy_forward_sums_kernel(const T* __restrict__ logits, Rows r) {
+__global__ void cross_entropy_forward_sums_kernel(const T* __restrict__ logits, Rows r) {
   const std::int64_t t = blockIdx.x;
   const std::int32_t label = r.labels[t];
   if (label == CrossEntropy::kIgnored) return;
@@ -110,13 +98,11 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_forward_sums_kernel(co
   if (r.first <= label && label < r.first + r.width) r.label_logit[t] = to_float(row[label - r.first]);
 }
 
-// grid (s), block (kThreads): logits of a token become gradients in place; zeros for an ignored one. kWhole (shared: kept_packs of 16
-// bytes): its sums are made here; the start of the row is then read from shared memory, the rest mostly from the second-level cache.
+// grid (s), block (kThreads): logits of a token become gradients in place; zeros for an ignored one. kWhole: its sums are made here,
+// the row then comes from the cache the second time.
 template <class T, bool kWhole>
-__global__ void __launch_bounds__(kThreads) cross_entropy_backward_kernel(T* logits, Rows r, float scale, std::int64_t kept_packs) {
+__global__ void cross_entropy_backward_kernel(T* logits, Rows r, float scale) {
   constexpr int kCount = 16 / sizeof(T);
-  extern __shared__ uint4 shared[];
-  auto* kept = reinterpret_cast<Pack<T, kCount>*>(shared);
   const std::int64_t t = blockIdx.x, packs = r.width / kCount;
   const std::int32_t label = r.labels[t];
   T* row = logits + t * r.stride;
@@ -127,7 +113,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_backward_kernel(T* log
   Sum total;
   if constexpr (kWhole) {
     if (threadIdx.x == 0) r.label_logit[t] = to_float(row[label]);
-    total = sum_of_row(row, r.width, kept, kept_packs);  // its barrier also waits for the line above: the row is overwritten below
+    total = sum_of_row(row, r.width);  // its barrier also waits for the line above: the row is overwritten below
     if (threadIdx.x == 0) {
       r.top[t] = total.top;
       r.sum[t] = total.sum;
@@ -139,7 +125,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_backward_kernel(T* log
   const float share = scale / total.sum;
   const std::int64_t at_label = label - r.first;
   for (std::int64_t p = threadIdx.x; p < packs; p += kThreads) {
-    auto g = kWhole && p < kept_packs ? kept[p] : load<kCount>(row + p * kCount);
+    auto g = load<kCount>(row + p * kCount);
     for (int i = 0; i < kCount; ++i) {
       const float probability = share * exp2f((to_float(g.at[i]) - total.top) * kLog2E);
       g.at[i] = from_float<T>(p * kCount + i == at_label ? probability - scale : probability);
@@ -205,9 +191,8 @@ class Loss {
     const bool whole = chunk_ == V;
     if (whole && a_.dhidden.present()) {
       logits(s, 0, V);
-      const std::int64_t kept = std::min(V * std::int64_t(sizeof(T)), kRowBytes) / 16;
-      launch(ctx_, cross_entropy_backward_kernel<D_, true>, Grid(blocks(s, 1), kThreads, std::size_t(kept) * 16),
-             device_pointer<T>(s_.logits), rows_, float(a_.gradient_scale), kept);
+      launch(ctx_, cross_entropy_backward_kernel<D_, true>, Grid(blocks(s, 1), kThreads), device_pointer<T>(s_.logits), rows_,
+             float(a_.gradient_scale));
       gradients(begin, s);
     } else {
       for (std::int64_t v = 0; v < V; v += chunk_) {
@@ -220,7 +205,7 @@ class Loss {
     for (std::int64_t v = 0; v < V; v += chunk_) {
       logits(s, v, std::min(chunk_, V - v));
       launch(ctx_, cross_entropy_backward_kernel<D_, false>, Grid(blocks(s, 1), kThreads), device_pointer<T>(s_.logits), rows_,
-             float(a_.gradient_scale), std::int64_t(0));
+             float(a_.gradient_scale));
       gradients(begin, s);
     }
     launch(ctx_, cross_entropy_backward_round_kernel<D_>, Grid(blocks(s * D, kThreads), kThreads), s_.dhidden.as<float>(),
