@@ -280,20 +280,25 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // ---- backward
 
-constexpr int kStreamed = 64, kStreams = 3;  // columns of a stage, stages
-constexpr int kStreamKeyBytes = 3 * kBoxBytes, kStreamValueBytes = 2 * kBoxBytes;
-constexpr int kStreamStatisticsBytes = 1024;  // of queries: lse and delta, 256 bytes each
-constexpr int kStreamBytes = kStreamKeyBytes + kStreamValueBytes + kStreamStatisticsBytes;
-constexpr int kBackwardBytes = 1024 + kRowsKeyBytes + kRowsValueBytes + kStreams * kStreamBytes;
+// Rows of keys stream queries 64 at a time, as many sums as they keep in registers; rows of queries stream keys 128 at a time.
+template <bool kRowsAreKeys>
+struct Stream {
+  static constexpr int kColumns = kRowsAreKeys ? 64 : 128, kBoxColumnBytes = kColumns * kBox * 2;
+  static constexpr int kKeyStages = kRowsAreKeys ? 3 : 2, kValueStages = kRowsAreKeys ? 3 : 1;
+  static constexpr int kStatisticsBytes = kRowsAreKeys ? 1024 : 0;  // lse and delta, 256 bytes each
+  static constexpr int kKeyBytes = 3 * kBoxColumnBytes, kKeyStageBytes = kKeyBytes + kStatisticsBytes, kValueBytes = 2 * kBoxColumnBytes;
+  static constexpr int kBytes = 1024 + kRowsKeyBytes + kRowsValueBytes + kKeyStages * kKeyStageBytes + kValueStages * kValueBytes;
+};
 
-// Where in the ring of stages a thread is, and the parity of the stage's barrier that it waits for.
+// Where in a ring of stages a thread is, and the parity of the stage's barrier that it waits for.
+template <int kStages>
 struct Turn {
   int stage = 0;
   unsigned parity = 0;
   __device__ void next() {
-    if (++stage == kStreams) stage = 0, parity ^= 1;
+    if (++stage == kStages) stage = 0, parity ^= 1;
   }
-  __device__ int before() const { return stage == 0 ? kStreams - 1 : stage - 1; }
+  __device__ int before() const { return stage == 0 ? kStages - 1 : stage - 1; }
 };
 
 // What backward writes: gradients of queries, or those of keys, with dk_extra summed over a group of heads (groups, T, kExtra).
@@ -303,64 +308,76 @@ struct Gradients {
 };
 
 // grid (blocks of 128 rows * ceil(N / heads)), block kThreads: rows, keys or queries, of one head after another against the columns
-// that they see, 64 at a time. z = rows.columns^T, then dP = values.values^T; with weights P and dz rounded to bf16 in registers
-// the gradient of a key gathers dz times queries and P times do, that of a query dz times keys. lse in log2 and delta are
-// (N, stride). At
-// T = 8192, N = 32: 1375 GFLOP for keys, 1100 for queries.
+// that they see. z = rows.columns^T, then dP = values.values^T; with weights P and dz rounded to bf16 in registers the gradient of
+// a key gathers dz times queries and P times do, that of a query dz times keys. lse in log2 and delta are (N, stride). At T = 8192,
+// N = 32: 1375 GFLOP for keys, 1100 for queries.
 template <bool kRowsAreKeys>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_backward_wgmma_kernel(const __grid_constant__ Maps maps, const int2* __restrict__ documents,
                                     const float* __restrict__ lse, const float* __restrict__ delta, std::int64_t stride,
                                     Gradients to, int T, int N, float scale, int heads_a_group, int groups_a_section) {
+  using S = Stream<kRowsAreKeys>;
+  constexpr int kColumns = S::kColumns, kSums = kColumns / 2, kSteps = kColumns / 16;
   extern __shared__ unsigned char shared[];
   unsigned char* const row_keys = aligned(shared);
   unsigned char* const row_values = row_keys + kRowsKeyBytes;
-  unsigned char* const streams = row_values + kRowsValueBytes;
-  __shared__ std::uint64_t rows_full, rows_empty, full[kStreams], empty[kStreams];
+  unsigned char* const keys = row_values + kRowsValueBytes;
+  unsigned char* const values = keys + S::kKeyStages * S::kKeyStageBytes;
+  __shared__ std::uint64_t rows_full, rows_empty, keys_full[S::kKeyStages], keys_empty[S::kKeyStages], values_full[S::kValueStages],
+      values_empty[S::kValueStages];
 
   const int row_blocks = (T + kRows - 1) / kRows, groups = (N + heads_a_group - 1) / heads_a_group;
   const auto [of_heads, row_block] = place(row_blocks, groups, groups_a_section);
   const int first = (kRowsAreKeys ? row_block : row_blocks - 1 - row_block) * kRows, last = min(first + kRows, T) - 1;
-  const int begin = kRowsAreKeys ? first : documents[first].x / kStreamed * kStreamed;
+  const int begin = kRowsAreKeys ? first : documents[first].x / kColumns * kColumns;
   const int end = kRowsAreKeys ? documents[last].y : last + 1;
   const int first_head = of_heads * heads_a_group, last_head = min(first_head + heads_a_group, N) - 1;
 
   if (threadIdx.x == 0) {
     barrier_init(&rows_full, 1);
     barrier_init(&rows_empty, kWarps);
-    for (int i = 0; i < kStreams; ++i) {
-      barrier_init(&full[i], 1);
-      barrier_init(&empty[i], kWarps);
+    for (int i = 0; i < S::kKeyStages; ++i) {
+      barrier_init(&keys_full[i], 1);
+      barrier_init(&keys_empty[i], kWarps);
+    }
+    for (int i = 0; i < S::kValueStages; ++i) {
+      barrier_init(&values_full[i], 1);
+      barrier_init(&values_empty[i], kWarps);
     }
     barriers_are_initialised();
   }
   __syncthreads();  // waits for the barriers
+  Turn<S::kKeyStages> key;
+  Turn<S::kValueStages> value;
 
   const int group = group_of_warp();
   if (group < 0) {
     give_registers<24>();
     if (threadIdx.x != 0) return;
     const Rows rows = kRowsAreKeys ? keys_of(maps) : queries_of(maps), columns = kRowsAreKeys ? queries_of(maps) : keys_of(maps);
-    Turn turn;
     for (int n = first_head; n <= last_head; ++n) {
       wait(&rows_empty, unsigned(n - first_head + 1) % 2);
       arrive_and_expect(&rows_full, kRowsKeyBytes + kRowsValueBytes);
-      for (int half = 0; half < 2; ++half) {
-        rows.bring_key(row_keys + half * kBoxBytes, kRowBoxBytes, n, first + half * kBox, &rows_full);
-        rows.bring_value(row_values + half * kBoxBytes, kRowBoxBytes, n, first + half * kBox, &rows_full);
+      for (int at = 0; at < kRows; at += kBox) {
+        rows.bring_key(row_keys + at * kBox * 2, kRowBoxBytes, n, first + at, &rows_full);
+        rows.bring_value(row_values + at * kBox * 2, kRowBoxBytes, n, first + at, &rows_full);
       }
-      for (int column = begin; column < end; column += kStreamed, turn.next()) {
-        unsigned char* const at = streams + turn.stage * kStreamBytes;
-        std::uint64_t* const here = &full[turn.stage];
-        wait(&empty[turn.stage], turn.parity ^ 1);
-        arrive_and_expect(here, kStreamKeyBytes + kStreamValueBytes + (kRowsAreKeys ? 2 * kStreamed * 4 : 0));
-        columns.bring_key(at, kBoxBytes, n, column, here);
-        columns.bring_value(at + kStreamKeyBytes, kBoxBytes, n, column, here);
+      for (int column = begin; column < end; column += kColumns, key.next(), value.next()) {
+        unsigned char* const key_stage = keys + key.stage * S::kKeyStageBytes;
+        std::uint64_t* const key_full = &keys_full[key.stage];
+        wait(&keys_empty[key.stage], key.parity ^ 1);
+        arrive_and_expect(key_full, S::kKeyBytes + (kRowsAreKeys ? 2 * kColumns * 4 : 0));
+        for (int at = 0; at < kColumns; at += kBox)
+          columns.bring_key(key_stage + at * kBox * 2, S::kBoxColumnBytes, n, column + at, key_full);
         if (kRowsAreKeys) {
-          unsigned char* const statistics = at + kStreamKeyBytes + kStreamValueBytes;
-          copy_bytes(statistics, lse + n * stride + column, kStreamed * 4, here);
-          copy_bytes(statistics + kStreamed * 4, delta + n * stride + column, kStreamed * 4, here);
+          copy_bytes(key_stage + S::kKeyBytes, lse + n * stride + column, kColumns * 4, key_full);
+          copy_bytes(key_stage + S::kKeyBytes + kColumns * 4, delta + n * stride + column, kColumns * 4, key_full);
         }
+        wait(&values_empty[value.stage], value.parity ^ 1);
+        arrive_and_expect(&values_full[value.stage], S::kValueBytes);
+        for (int at = 0; at < kColumns; at += kBox)
+          columns.bring_value(values + value.stage * S::kValueBytes + at * kBox * 2, S::kBoxColumnBytes, n, column + at,
+                              &values_full[value.stage]);
       }
     }
     return;
@@ -373,10 +390,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int all_low = columns_of<kRowsAreKeys>(documents, min(mine + 63, T - 1), T).low,  // what all rows of the group see
             all_high = columns_of<kRowsAreKeys>(documents, min(mine, T - 1), T).high;
   unsigned char* const staged = row_keys + warp() / 2 * kRowBoxBytes + group * kBoxBytes + warp() % 2 * 4096;
+  const auto release = [&](std::uint64_t* barrier) {
+    if (lane() == 0) arrive(barrier);
+  };
   float d_key[96], d_value[kRowsAreKeys ? 64 : 1];  // d_key is [nope | extra]
 #pragma unroll
   for (int i = 64; i < 96; ++i) d_key[i] = 0;
-  Turn turn;
   for (int n = first_head; n <= last_head; ++n) {
 #pragma unroll
     for (int i = 0; i < (kRowsAreKeys ? 64 : 96); ++i) d_key[i] = 0;
@@ -390,34 +409,27 @@ __global__ void __launch_bounds__(kThreads, 1)
         lse_of[half] = lse[n * stride + first + row_of(half)];
         delta_of[half] = delta[n * stride + first + row_of(half)];
       }
-    float z[32], dz[32];
-    unsigned weights[16], d_weights[16];
+    float z[kSums], dz[kSums];
+    unsigned weights[kSums / 2], d_weights[kSums / 2];
     wait(&rows_full, unsigned(n - first_head) % 2);
-    for (int column = begin; column < end; column += kStreamed, turn.next()) {
-      const unsigned char* const at = streams + turn.stage * kStreamBytes;
-      const float* const statistics = reinterpret_cast<const float*>(at + kStreamKeyBytes + kStreamValueBytes);
-      wait(&full[turn.stage], turn.parity);
-      start_dots<kKey / 16>(z, my_keys, at, kBoxBytes);
-      if constexpr (kRowsAreKeys) {
-        wgmma_wait<0>();  // for z, and for the sums over the columns before
-      } else {
-        start_dots<kValue / 16>(dz, my_values, at + kStreamKeyBytes, kBoxBytes);  // keys have no registers left for it so early
-        wgmma_wait<1>();
-      }
+    for (int column = begin; column < end; column += kColumns, key.next(), value.next()) {
+      const unsigned char *const key_stage = keys + key.stage * S::kKeyStageBytes, *const value_stage = values + value.stage * S::kValueBytes;
+      const float* const statistics = reinterpret_cast<const float*>(key_stage + S::kKeyBytes) + lane() % 4 * 2;
+      wait(&keys_full[key.stage], key.parity);
+      start_dots<kKey / 16>(z, my_keys, key_stage, S::kBoxColumnBytes);
+      wgmma_wait<0>();  // for z, and for the sums over the columns before
       hold(z);
       hold(d_key);
-      if (column != begin && lane() == 0) arrive(&empty[turn.before()]);
+      if (column != begin) release(&keys_empty[key.before()]);
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        const float sum = kRowsAreKeys ? statistics[i / 4 * 8 + lane() % 4 * 2 + i % 2] : lse_of[i / 2 % 2];
-        z[i] = exp2_fast(z[i] * to_log2 - sum);
-      }
-      if (column < all_low || column + kStreamed > all_high) {
+      for (int i = 0; i < kSums; ++i)
+        z[i] = exp2_fast(z[i] * to_log2 - (kRowsAreKeys ? statistics[i / 4 * 8 + i % 2] : lse_of[i / 2 % 2]));
+      if (column < all_low || column + kColumns > all_high) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const Seen seen = columns_of<kRowsAreKeys>(documents, first + row_of(half), T);
 #pragma unroll
-          for (int j = 0; j < 8; ++j)
+          for (int j = 0; j < kColumns / 8; ++j)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               const int s = column + 8 * j + lane() % 4 * 2 + i;
@@ -425,28 +437,28 @@ __global__ void __launch_bounds__(kThreads, 1)
             }
         }
       }
-      if constexpr (kRowsAreKeys) {
-        pack(weights, z);
-        start_dots<kValue / 16>(dz, my_values, at + kStreamKeyBytes, kBoxBytes);
-        start_sums<kStreamed / 16>(d_value, weights, at + kStreamKeyBytes, kBoxBytes);
-      }
+      pack(weights, z);
+      wait(&values_full[value.stage], value.parity);
+      start_dots<kValue / 16>(dz, my_values, value_stage, S::kBoxColumnBytes);
+      if constexpr (kRowsAreKeys) start_sums<kSteps>(d_value, weights, value_stage, S::kBoxColumnBytes);
       wgmma_wait<0>();
       hold(dz);
       if constexpr (kRowsAreKeys) hold(d_value);
+      release(&values_empty[value.stage]);
 #pragma unroll
-      for (int j = 0; j < 8; ++j)
+      for (int j = 0; j < kColumns / 8; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int i = 4 * j + 2 * half, c = kStreamed + 8 * j + lane() % 4 * 2;
+          const float2 p = unpacked(weights[2 * j + half]);
+          const int i = 4 * j + 2 * half, c = kColumns + 8 * j;
           const float low = kRowsAreKeys ? statistics[c] : delta_of[half], high = kRowsAreKeys ? statistics[c + 1] : delta_of[half];
-          const float2 p = kRowsAreKeys ? unpacked(weights[2 * j + half]) : float2{z[i], z[i + 1]};
           d_weights[2 * j + half] = packed(p.x * (dz[i] - low), p.y * (dz[i + 1] - high));
         }
-      start_sums<kStreamed / 16>(d_key, d_weights, at, kBoxBytes);
+      start_sums<kSteps>(d_key, d_weights, key_stage, S::kBoxColumnBytes);
     }
     wgmma_wait<0>();
     hold(d_key);
-    if (lane() == 0) arrive(&empty[turn.before()]);
+    release(&keys_empty[key.before()]);
     barrier_sync(1 + group, kGroup);  // waits until the group's rows, where gradients are staged now, are read
     const std::int64_t at = mine + 16 * warp();
     if constexpr (kRowsAreKeys) {
@@ -461,7 +473,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     fence_for_copies();
     __syncwarp();  // waits for the lanes' fences
-    if (lane() == 0) arrive(&rows_empty);
+    release(&rows_empty);
   }
   if constexpr (kRowsAreKeys) {
 #pragma unroll
@@ -541,10 +553,10 @@ void cuda::attention_wgmma(Context& ctx, const AttentionBackward& a, const Atten
   const float *lse = scratch.lse.as<float>(), *delta = scratch.delta.as<float>();
   const std::int64_t stride = scratch.lse.shape[1];
   const Gradients to = {device_pointer<bf16>(a.dq), device_pointer<bf16>(a.dkv), scratch.extra_parts.as<float>()};
-  launch(ctx, attention_backward_wgmma_kernel<true>, {blocks(row_blocks * groups, 1), kThreads, kBackwardBytes}, maps, documents, lse,
+  launch(ctx, attention_backward_wgmma_kernel<true>, {blocks(row_blocks * groups, 1), kThreads, Stream<true>::kBytes}, maps, documents, lse,
          delta, stride, to, int(T), int(N), float(a.scale), int(a.heads_a_group()),
          heads_a_section(T, groups));
-  launch(ctx, attention_backward_wgmma_kernel<false>, {blocks(row_blocks * N, 1), kThreads, kBackwardBytes}, maps, documents, lse,
+  launch(ctx, attention_backward_wgmma_kernel<false>, {blocks(row_blocks * N, 1), kThreads, Stream<false>::kBytes}, maps, documents, lse,
          delta, stride, to, int(T), int(N), float(a.scale), 1, heads_a_section(T, N));
 }
 
