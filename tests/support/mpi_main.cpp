@@ -1,4 +1,5 @@
 // mpi_main.cpp -- runs the tests of several ranks: every rank runs all of them in one order, and the first failure ends all ranks.
+// Exit 77 (skipped, for ctest) when only [cuda] tests were asked and not every rank has a device.
 #if !__has_include(<catch2/catch_all.hpp>)
 #define CATCH_CONFIG_RUNNER
 #endif
@@ -7,12 +8,24 @@
 #include <regex>
 #include <sstream>
 #include <string>
+#include <string_view>
 
+#include "memory/cuda_memory.h"
+#include "memory/device.h"
 #include "parallel/mpi_session.h"
 #include "tests/support/catch.h"
 
 int main(int argc, char** argv) {
   moetrain::parallel::MpiSession mpi(argc, argv);
+  for (int i = 1; i < argc; ++i)
+    if (std::string_view(argv[i]) == "[cuda]") {
+      int devices = 0;
+      if constexpr (moetrain::kHasCuda) devices = moetrain::cuda::devices();
+      if (devices < mpi.size()) {
+        if (mpi.rank() == 0) std::printf("%d CUDA devices for %d ranks: skipped\n", devices, mpi.size());
+        return 77;
+      }
+    }
   Catch::Session session;
   if (const int wrong = session.applyCommandLine(argc, argv); wrong != 0) mpi.abort(wrong);
   session.configData().abortAfter = 1;  // past a failure this rank's collectives would no longer meet those of the others

@@ -1,0 +1,105 @@
+// device_mpi_test.cpp -- two GPUs give the losses and norms of one, whatever is cut between them; for two ranks, one a GPU.
+#include <numeric>
+
+#include "core/trainer.h"
+#include "memory/cuda_memory.h"
+#include "tests/support/catch.h"
+#include "tests/support/compare.h"
+#include "tests/support/tiny.h"
+
+using namespace moetrain;
+using namespace moetrain::test;
+using parallel::Sharding;
+
+namespace {
+
+constexpr std::int64_t kGlobalSequences = 8;
+
+// This rank's own GPU, the same for the whole program; false where there are not two.
+bool two_devices_here() {
+  if constexpr (kHasCuda) {
+    const auto world = parallel::mpi_world();
+    if (world->size() != 2 || cuda::devices() < 2) return false;
+    cuda::use_device(world->rank());
+    return true;
+  }
+  return false;
+}
+
+struct Layout {
+  const char* name;
+  int data = 1, expert = 1;
+  Sharding sharding = Sharding::full;
+  bool reshard = true, recompute = false;
+  std::int64_t accumulation = 1;
+};
+
+struct Curve {
+  std::vector<double> losses, norms;
+  std::vector<std::int64_t> expert_tokens;
+};
+
+Curve run(core::Config c, const Layout& l, std::unique_ptr<parallel::Communicator> world, int steps) {
+  c.parallel.data_parallel = l.data;
+  c.parallel.expert_parallel = l.expert;
+  c.parallel.sharding = l.sharding;
+  c.parallel.reshard_after_use = l.reshard;
+  c.training.gradient_accumulation = l.accumulation;
+  c.training.micro_batch_size = kGlobalSequences / (l.data * l.expert * l.accumulation);
+  c.memory.activation_checkpointing = l.recompute ? core::Checkpointing::full : core::Checkpointing::none;
+  core::Trainer t(c, std::move(world), Device::cuda, /*poison=*/true);
+  t.initialize();
+  Curve curve;
+  for (int s = 0; s < steps; ++s) {
+    const auto r = t.step(synthetic_step(t));
+    curve.losses.push_back(r.loss);
+    curve.norms.push_back(r.grad_norm);
+    curve.expert_tokens.insert(curve.expert_tokens.end(), r.expert_tokens.begin(), r.expert_tokens.end());
+  }
+  return curve;
+}
+
+constexpr Layout kLayouts[] = {
+    {.name = "data 2, full", .data = 2},
+    {.name = "data 2, gathered once", .data = 2, .reshard = false},
+    {.name = "data 2, gradients", .data = 2, .sharding = Sharding::gradients},
+    {.name = "data 2, optimizer", .data = 2, .sharding = Sharding::optimizer},
+    {.name = "data 2, none, two micro-batches", .data = 2, .sharding = Sharding::none, .accumulation = 2},
+    {.name = "expert 2", .expert = 2},
+    {.name = "expert 2, recomputed, two micro-batches", .expert = 2, .recompute = true, .accumulation = 2},
+    {.name = "expert 2, none", .expert = 2, .sharding = Sharding::none},
+};
+
+}  // namespace
+
+TEST_CASE("two GPUs have the f32 losses and norms of one, for every sharding, by data and by experts", "[cuda]") {
+  if (!two_devices_here()) return;
+  core::Config c = tiny_config();
+  c.run.dtype = DType::f32;
+  c.optimizer.lr = 3e-3;
+  c.moe.balance = core::Balance::quantile;
+  c.model.num_experts_per_token = c.model.num_experts;  // nothing is selected that a rounding could change
+  c.model.dsa->index_topk = c.data.sequence_length;
+  constexpr int kSteps = 5;
+  const Curve one = run(c, {.name = "one"}, parallel::solo(), kSteps);
+  for (const Layout& l : kLayouts) {
+    CAPTURE(l.name);
+    const Curve two = run(c, l, parallel::mpi_world(), kSteps);
+    CHECK(difference(two.losses, one.losses, 1e-5) == "");
+    CHECK(difference(two.norms, one.norms, 1e-4) == "");
+    CHECK(two.expert_tokens == one.expert_tokens);
+  }
+}
+
+TEST_CASE("two GPUs in bf16 follow one in the mean", "[cuda]") {
+  if (!two_devices_here()) return;
+  core::Config c = tiny_config();
+  c.run.dtype = DType::bf16;
+  c.optimizer.lr = 3e-3;
+  const auto mean = [](const Curve& curve) { return std::accumulate(curve.losses.begin(), curve.losses.end(), 0.0) / double(curve.losses.size()); };
+  const double want = mean(run(c, {.name = "one"}, parallel::solo(), 10));
+  for (const Layout& l : {kLayouts[0], kLayouts[5]}) {
+    CAPTURE(l.name);
+    CHECK(std::abs(mean(run(c, l, parallel::mpi_world(), 10)) - want) <= 2e-2 * want);
+  }
+}
