@@ -2,10 +2,6 @@
 #include "core/attention_kda.h"
 
 #include "core/projection.h"
-#include "ops/head_norm.h"
-#include "ops/kda.h"
-#include "ops/kda_gate.h"
-#include "ops/short_conv.h"
 
 namespace moetrain::core {
 namespace {
@@ -48,161 +44,99 @@ AttentionKda::AttentionKda(const ModelConfig& m, ParamTable& table, int layer, c
   o_proj_ = matrix("o_proj", D, P_);
 }
 
-void AttentionKda::convolve(Pass& pass, Stream s, ConstTensor x, Tensor in, Tensor y) const {
-  project(pass, s.proj, x, in);
-  ops::short_conv(pass.ctx,
-                  ops::ShortConvForward{.u = in, .w = pass.params.weight(s.conv), .y = y, .documents = pass.batch.documents});
-}
-
-void AttentionKda::convolve_backward(Pass& pass, Stream s, ConstTensor dy, ConstTensor in, ConstTensor x, Tensor dx,
-                                     bool add_dx) const {
-  Scope scope(pass.ctx.scratch);
-  const Tensor din = pass.scratch({pass.T(), P_});
-  ops::short_conv(pass.ctx, ops::ShortConvBackward{.dy = dy,
-                                                   .u = in,
-                                                   .w = pass.params.weight(s.conv),
-                                                   .du = din,
-                                                   .dw = pass.params.gradient(s.conv),
-                                                   .documents = pass.batch.documents});
-  project_backward(pass, s.proj, din, x, dx, add_dx);
+ops::KdaAttention AttentionKda::inputs(Pass& pass, const Kept& k) const {
+  return {.q_in = k.q_in,
+          .k_in = k.k_in,
+          .v_in = k.v_in,
+          .f = k.f,
+          .b = k.b,
+          .gate = k.gate,
+          .q_conv = pass.params.weight(q_.conv),
+          .k_conv = pass.params.weight(k_.conv),
+          .v_conv = pass.params.weight(v_.conv),
+          .a_log = pass.params.weight(a_log_),
+          .dt_bias = pass.params.weight(dt_bias_).reshape({N_, H_}),
+          .o_norm = pass.params.weight(o_norm_),
+          .lower_bound = lower_bound_,
+          .scale = 1 / std::sqrt(double(H_)),
+          .l2_eps = kL2Eps,
+          .norm_eps = norm_eps_,
+          .documents = pass.batch.documents,
+          .initial_state = {}};
 }
 
 void AttentionKda::forward(Pass& pass, ConstTensor x, Kept& k, Tensor y) const {
-  auto& ctx = pass.ctx;
   const std::int64_t T = pass.T();
-  const Shape wide{T, P_}, heads{T, N_, H_}, head{T, N_};
+  const Shape wide{T, P_}, low{T, H_}, heads{T, N_, H_};
   k.x = x;
-  k.q_in = pass.keep(wide);
-  k.k_in = pass.keep(wide);
-  k.v_in = pass.keep(wide);
-  k.q = pass.keep(heads);
-  k.k = pass.keep(heads);
-  k.v = pass.keep(heads);
-  k.q_r = pass.keep_real(head);
-  k.k_r = pass.keep_real(head);
-  convolve(pass, q_, x, k.q_in, k.q.reshape(wide));
-  convolve(pass, k_, x, k.k_in, k.k.reshape(wide));
-  convolve(pass, v_, x, k.v_in, k.v.reshape(wide));
-  ops::head_l2(ctx, ops::HeadL2Forward{.x = k.q, .y = k.q, .r = k.q_r, .eps = kL2Eps});
-  ops::head_l2(ctx, ops::HeadL2Forward{.x = k.k, .y = k.k, .r = k.k_r, .eps = kL2Eps});
-
-  k.f_low = pass.keep({T, H_});
-  k.f = pass.keep(wide);
-  k.g = pass.keep_real(heads);
-  k.beta = pass.keep_real(head);
-  project(pass, f_a_, x, k.f_low);
-  project(pass, f_b_, k.f_low, k.f);
-  {
-    Scope scope(ctx.scratch);
-    const Tensor b = pass.scratch(head);
-    project(pass, b_, x, b);
-    ops::kda_gate(ctx, ops::KdaGateForward{.f = k.f.reshape(heads),
-                                           .a_log = pass.params.weight(a_log_),
-                                           .dt_bias = pass.params.weight(dt_bias_).reshape({N_, H_}),
-                                           .b = b,
-                                           .lower_bound = lower_bound_,
-                                           .g = k.g,
-                                           .beta = k.beta});
+  auto project_into = [&](int projection, ConstTensor from, Tensor& to, Shape shape) {
+    to = pass.keep(shape);
+    project(pass, projection, from, to);
+  };
+  project_into(q_.proj, x, k.q_in, wide);
+  project_into(k_.proj, x, k.k_in, wide);
+  project_into(v_.proj, x, k.v_in, wide);
+  project_into(f_a_, x, k.f_low, low);
+  project_into(f_b_, k.f_low, k.f, wide);
+  project_into(b_, x, k.b, {T, N_});
+  if (full_gate_) {
+    project_into(g_, x, k.gate, wide);
+  } else {
+    project_into(g_a_, x, k.gate_low, low);
+    project_into(g_b_, k.gate_low, k.gate, wide);
   }
   k.o = pass.keep(heads);
-  ops::kda(ctx, ops::KdaForward{.q = k.q,
-                                .k = k.k,
-                                .v = k.v,
-                                .g = k.g,
-                                .beta = k.beta,
-                                .scale = 1 / std::sqrt(double(H_)),
-                                .bounded_gate = lower_bound_.has_value(),
-                                .documents = pass.batch.documents,
-                                .initial_state = {},
-                                .o = k.o,
-                                .final_state = {}});
-  k.gate = pass.keep(wide);
-  if (full_gate_) {
-    project(pass, g_, x, k.gate);
-  } else {
-    k.gate_low = pass.keep({T, H_});
-    project(pass, g_a_, x, k.gate_low);
-    project(pass, g_b_, k.gate_low, k.gate);
-  }
-  k.normed = pass.keep(wide);
-  k.o_r = pass.keep_real(head);
-  ops::gated_head_norm(ctx, ops::GatedHeadNormForward{.o = k.o,
-                                                      .gate = k.gate.reshape(heads),
-                                                      .w = pass.params.weight(o_norm_),
-                                                      .y = k.normed.reshape(heads),
-                                                      .r = k.o_r,
-                                                      .eps = norm_eps_});
-  project(pass, o_proj_, k.normed, y);
+  k.normed = pass.keep(heads);
+  ops::kda_attention(pass.ctx, ops::KdaAttentionForward{.x = inputs(pass, k), .o = k.o, .y = k.normed, .final_state = {}});
+  project(pass, o_proj_, k.normed.reshape(wide), y);
 }
 
 void AttentionKda::backward(Pass& pass, const Kept& k, ConstTensor dy, Tensor dx) const {
   auto& ctx = pass.ctx;
   Scope scope(ctx.scratch);
   const std::int64_t T = pass.T();
-  const Shape wide{T, P_}, heads{T, N_, H_}, head{T, N_};
-
-  const Tensor do_ = pass.scratch(heads), dgate = pass.scratch(wide);
-  project_backward(pass, o_proj_, dy, k.normed, do_.reshape(wide));
-  ops::gated_head_norm(ctx, ops::GatedHeadNormBackward{.dy = do_,
-                                                       .o = k.o,
-                                                       .gate = k.gate.reshape(heads),
-                                                       .w = pass.params.weight(o_norm_),
-                                                       .r = k.o_r,
-                                                       .do_ = do_,
-                                                       .dgate = dgate.reshape(heads),
-                                                       .dw = pass.params.gradient(o_norm_)});
-  if (full_gate_) {
-    project_backward(pass, g_, dgate, k.x, dx);
-  } else {
-    Scope low(ctx.scratch);
-    const Tensor dgate_low = pass.scratch({T, H_});
-    project_backward(pass, g_b_, dgate, k.gate_low, dgate_low);
-    project_backward(pass, g_a_, dgate_low, k.x, dx);
-  }
-
-  const Tensor dq = pass.scratch(heads), dk = pass.scratch(heads), dv = pass.scratch(heads);
-  const Tensor dg = pass.scratch_real(heads), dbeta = pass.scratch_real(head);
-  ops::kda(ctx, ops::KdaBackward{.do_ = do_,
-                                 .q = k.q,
-                                 .k = k.k,
-                                 .v = k.v,
-                                 .g = k.g,
-                                 .beta = k.beta,
-                                 .scale = 1 / std::sqrt(double(H_)),
-                                 .bounded_gate = lower_bound_.has_value(),
-                                 .documents = pass.batch.documents,
-                                 .initial_state = {},
-                                 .dfinal_state = {},
-                                 .dq = dq,
-                                 .dk = dk,
-                                 .dv = dv,
-                                 .dg = dg,
-                                 .dbeta = dbeta,
-                                 .dinitial_state = {}});
+  const Shape wide{T, P_};
+  const Tensor dq_in = pass.scratch(wide), dk_in = pass.scratch(wide), dv_in = pass.scratch(wide), df = pass.scratch(wide),
+               dgate = pass.scratch(wide), db = pass.scratch({T, N_});
   {
-    Scope gates(ctx.scratch);
-    const Tensor df = pass.scratch(wide), db = pass.scratch(head), df_low = pass.scratch({T, H_});
-    const Tensor ddt_bias = pass.params.gradient(dt_bias_);
-    ops::kda_gate(ctx, ops::KdaGateBackward{.dg = dg,
-                                            .dbeta = dbeta,
-                                            .f = k.f.reshape(heads),
-                                            .a_log = pass.params.weight(a_log_),
-                                            .dt_bias = pass.params.weight(dt_bias_).reshape({N_, H_}),
-                                            .beta = k.beta,
-                                            .lower_bound = lower_bound_,
-                                            .df = df.reshape(heads),
-                                            .db = db,
-                                            .da_log = pass.params.gradient(a_log_),
-                                            .ddt_bias = ddt_bias.present() ? ddt_bias.reshape({N_, H_}) : ddt_bias});
-    project_backward(pass, b_, db, k.x, dx, true);
-    project_backward(pass, f_b_, df, k.f_low, df_low);
-    project_backward(pass, f_a_, df_low, k.x, dx, true);
+    Scope normed(ctx.scratch);
+    const Tensor dnormed = pass.scratch(wide), ddt_bias = pass.params.gradient(dt_bias_);
+    project_backward(pass, o_proj_, dy, k.normed.reshape(wide), dnormed);
+    ops::kda_attention(ctx, ops::KdaAttentionBackward{.x = inputs(pass, k),
+                                                      .dy = dnormed.reshape(k.o.shape),
+                                                      .o = k.o,
+                                                      .dfinal_state = {},
+                                                      .dq_in = dq_in,
+                                                      .dk_in = dk_in,
+                                                      .dv_in = dv_in,
+                                                      .df = df,
+                                                      .db = db,
+                                                      .dgate = dgate,
+                                                      .dq_conv = pass.params.gradient(q_.conv),
+                                                      .dk_conv = pass.params.gradient(k_.conv),
+                                                      .dv_conv = pass.params.gradient(v_.conv),
+                                                      .da_log = pass.params.gradient(a_log_),
+                                                      .ddt_bias = ddt_bias.present() ? ddt_bias.reshape({N_, H_}) : ddt_bias,
+                                                      .do_norm = pass.params.gradient(o_norm_),
+                                                      .dinitial_state = {}});
   }
-  ops::head_l2(ctx, ops::HeadL2Backward{.dy = dq, .y = k.q, .r = k.q_r, .dx = dq});
-  ops::head_l2(ctx, ops::HeadL2Backward{.dy = dk, .y = k.k, .r = k.k_r, .dx = dk});
-  convolve_backward(pass, q_, dq.reshape(wide), k.q_in, k.x, dx, true);
-  convolve_backward(pass, k_, dk.reshape(wide), k.k_in, k.x, dx, true);
-  convolve_backward(pass, v_, dv.reshape(wide), k.v_in, k.x, dx, true);
+  auto back = [&](int projection, ConstTensor from, ConstTensor x, Tensor to, bool add) {
+    project_backward(pass, projection, from, x, to, add);
+  };
+  Scope low(ctx.scratch);
+  const Tensor dlow = pass.scratch({T, H_});
+  if (full_gate_) {
+    back(g_, dgate, k.x, dx, false);
+  } else {
+    back(g_b_, dgate, k.gate_low, dlow, false);
+    back(g_a_, dlow, k.x, dx, false);
+  }
+  back(b_, db, k.x, dx, true);
+  back(f_b_, df, k.f_low, dlow, false);
+  back(f_a_, dlow, k.x, dx, true);
+  back(q_.proj, dq_in, k.x, dx, true);
+  back(k_.proj, dk_in, k.x, dx, true);
+  back(v_.proj, dv_in, k.x, dx, true);
 }
 
 }  // namespace moetrain::core

@@ -1,5 +1,5 @@
 // attention_kda.h -- the KDA sub-layer: projections, short convolutions, gates, the delta rule, gated output norm, output
-// projection (spec of the public Kimi Linear / K3 model; equations in ops/kda.h, ops/kda_gate.h, ops/head_norm.h).
+// projection (spec of the public Kimi Linear / K3 model; equations in ops/kda_attention.h).
 //
 //   q, k, v = silu(conv(W x)); q, k L2-normalised per head       f = W_fb W_fa x      beta = sigmoid(W_b x)
 //   o = KDA(q, k, v, gate(f), beta)      y = W_o( w_o RMSNorm(o) sigmoid(gate) ),   gate = W_g x, or W_gb W_ga x
@@ -8,21 +8,18 @@
 
 #include "core/params.h"
 #include "core/pass.h"
+#include "ops/kda_attention.h"
 
 namespace moetrain::core {
 
 class AttentionKda {
  public:
-  struct Kept {               // P = N H; Hk = Hv = H
+  struct Kept {               // P = N H
     ConstTensor x;            // (T, D) normed input
     Tensor q_in, k_in, v_in;  // (T, P) before the convolution
-    Tensor q, k, v;           // (T, N, H) into the delta rule
-    Tensor q_r, k_r;          // (T, N) real
-    Tensor f_low, f;          // (T, H), (T, P)
-    Tensor g, beta;           // (T, N, H), (T, N) real
-    Tensor o;                 // (T, N, H)
+    Tensor f_low, f, b;       // (T, H), (T, P), (T, N)
     Tensor gate_low, gate;    // (T, H) with a low-rank gate, (T, P)
-    Tensor normed, o_r;       // (T, P), (T, N) real
+    Tensor o, normed;         // (T, N, H)
   };
   AttentionKda(const ModelConfig& model, ParamTable& table, int layer, const std::string& prefix);
   void forward(Pass& pass, ConstTensor x, Kept& kept, Tensor y) const;           // y (T, D) written
@@ -32,8 +29,7 @@ class AttentionKda {
   struct Stream {
     int proj, conv;
   };  // of q, k or v
-  void convolve(Pass& pass, Stream s, ConstTensor x, Tensor in, Tensor y) const;
-  void convolve_backward(Pass& pass, Stream s, ConstTensor dy, ConstTensor in, ConstTensor x, Tensor dx, bool add_dx) const;
+  ops::KdaAttention inputs(Pass& pass, const Kept& kept) const;
 
   std::int64_t N_, H_, P_;
   bool full_gate_;

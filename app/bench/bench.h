@@ -55,6 +55,7 @@ Ceilings measure_ceilings();
 // One function an operator (app/bench/<op>.cpp); each reports its cases.
 void bench_cross_entropy(const Ceilings&, const Report&);
 void bench_linear(const Ceilings&, const Report&);
+void bench_kda(const Ceilings&, const Report&);
 void bench_sparse_attention(const Ceilings&, const Report&);
 void bench_indexer(const Ceilings&, const Report&);
 void bench_grouped_linear(const Ceilings&, const Report&);

@@ -1,0 +1,63 @@
+// kda.cpp -- the KDA sub-layer between its projections, convolutions and gated norm included; and the delta rule's part of it.
+#include "app/bench/bench.h"
+#include "ops/kda_attention.h"
+
+namespace moetrain::app {
+
+void bench_kda(const Ceilings& ceilings, const Report& report) {
+  for (const auto [B, S] : {std::array<std::int64_t, 2>{1, 8192}, {4, 4096}, {1, 65536}}) {
+    const std::int64_t T = B * S, N = 32, H = 128, P = N * H, C = 64;
+    BenchCase b(ceilings);
+    const auto bf16 = DType::bf16, f32 = DType::f32;
+    std::vector<std::int64_t> starts;
+    for (std::int64_t n = 0; n <= B; ++n) starts.push_back(n * S);
+    auto wide = [&] { return b.empty(bf16, {T, P}); };
+    const ops::KdaAttention x{.q_in = b.normal(bf16, {T, P}),
+                              .k_in = b.normal(bf16, {T, P}),
+                              .v_in = b.normal(bf16, {T, P}),
+                              .f = b.normal(bf16, {T, P}),
+                              .b = b.normal(bf16, {T, N}),
+                              .gate = b.normal(bf16, {T, P}),
+                              .q_conv = b.normal(f32, {P, 1, 4}, 0.5),
+                              .k_conv = b.normal(f32, {P, 1, 4}, 0.5),
+                              .v_conv = b.normal(f32, {P, 1, 4}, 0.5),
+                              .a_log = b.zeros(f32, {N}),
+                              .dt_bias = b.normal(f32, {N, H}, 1, -4),
+                              .o_norm = b.normal(f32, {H}, 0.1, 1),
+                              .lower_bound = -5,
+                              .scale = 1 / std::sqrt(double(H)),
+                              .l2_eps = 1e-6,
+                              .norm_eps = 1e-5,
+                              .documents = b.documents(starts),
+                              .initial_state = {}};
+    const ops::KdaAttentionForward forward{
+        .x = x, .o = b.empty(bf16, {T, N, H}), .y = b.empty(bf16, {T, N, H}), .final_state = {}};
+    const ops::KdaAttentionBackward backward{.x = x,
+                                             .dy = b.normal(bf16, {T, N, H}),
+                                             .o = forward.o,
+                                             .dfinal_state = {},
+                                             .dq_in = wide(),
+                                             .dk_in = wide(),
+                                             .dv_in = wide(),
+                                             .df = wide(),
+                                             .db = b.empty(bf16, {T, N}),
+                                             .dgate = wide(),
+                                             .dq_conv = b.zeros(f32, {P, 1, 4}),
+                                             .dk_conv = b.zeros(f32, {P, 1, 4}),
+                                             .dv_conv = b.zeros(f32, {P, 1, 4}),
+                                             .da_log = b.zeros(f32, {N}),
+                                             .ddt_bias = b.zeros(f32, {N, H}),
+                                             .do_norm = b.zeros(f32, {H}),
+                                             .dinitial_state = {}};
+    const std::string shape = "B" + std::to_string(B) + " T" + std::to_string(S) + " N32 H128";
+    // of the delta rule alone: 6 T H^2 + 3 T C H + T C^2 multiplications and additions a head (Kimi Linear, eq. 13)
+    const double flops = double(N) * double(T) * double(6 * H * H + 3 * C * H + C * C), bytes = 2 * double(T) * double(7 * P + N);
+    report(b.time("kda_attention forward", shape, flops, bytes, [&] { ops::kda_attention(b.context(), forward); }));
+    report(b.time("kda_attention forward + backward", shape, 3.5 * flops, 2 * bytes + 2 * double(T) * double(7 * P), [&] {
+      ops::kda_attention(b.context(), forward);
+      ops::kda_attention(b.context(), backward);
+    }));
+  }
+}
+
+}  // namespace moetrain::app

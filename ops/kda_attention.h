@@ -1,0 +1,118 @@
+// kda_attention.h -- the KDA sub-layer between its projections: convolutions, norms, gates, the delta rule and the gated norm.
+//
+//   q, k, v = silu(conv(q_in, k_in, v_in)),  q and k L2-normalised per head           ops/short_conv.h, ops/head_norm.h
+//   g, beta = gate(f, a_log, dt_bias), sigmoid(b)                                     ops/kda_gate.h
+//   o       = KDA(q, k, v, g, beta),  y = o_norm rmsnorm(o) sigmoid(gate)             ops/kda.h, ops/head_norm.h
+//
+// What backward cannot cheaply have again is o, kept in storage type; all else it recomputes from the inputs. Values per head are
+// as wide as keys. y, o, final_state and the gradients of activations and of the initial state are written, gradients of parameters
+// add; nothing may alias. Arithmetic in real, states too; on CUDA with bf16 storage the operands of matrix products are bf16, their
+// sums f32. A bounded gate (lower_bound >= -5) lets the diagonal sub-blocks be factored; else they are done pair by pair. CUDA has
+// heads of up to 128 and up to 4 taps. Repeatable.
+#pragma once
+#include <optional>
+
+#include "ops/context.h"
+#include "ops/documents.h"
+
+namespace moetrain::ops {
+
+struct KdaAttention {  // what both passes are given; P = N H
+  ConstTensor q_in;    // (T, P), projected, before the convolution
+  ConstTensor k_in;    // (T, P)
+  ConstTensor v_in;    // (T, P)
+  ConstTensor f;       // (T, P), before dt_bias
+  ConstTensor b;       // (T, N), before the sigmoid
+  ConstTensor gate;    // (T, P), before the sigmoid
+  ConstTensor q_conv;  // (P, 1, k) real
+  ConstTensor k_conv;  // (P, 1, k) real
+  ConstTensor v_conv;  // (P, 1, k) real
+  ConstTensor a_log;   // (N) real
+  ConstTensor dt_bias;  // (N, H) real
+  ConstTensor o_norm;   // (H) real
+  std::optional<double> lower_bound;  // of the gate; unset: the unbounded form
+  double scale;                       // of the score, H^-1/2
+  double l2_eps, norm_eps;
+  Documents documents;
+  ConstTensor initial_state;  // (documents, N, H, H) real; absent: zero
+
+  bool bounded_gate() const { return lower_bound && *lower_bound >= -5; }
+  std::int64_t T() const { return q_in.shape[0]; }
+  std::int64_t P() const { return q_in.shape[1]; }
+  std::int64_t N() const { return a_log.shape[0]; }
+  std::int64_t H() const { return dt_bias.shape[1]; }
+  std::int64_t slots() const;  // KdaTiles
+  Shape states() const { return {documents.count(), N(), H(), H()}; }
+  void check_shapes() const;
+};
+
+struct KdaAttentionForward {
+  KdaAttention x;
+  Tensor o;            // (T, N, H); kept for backward
+  Tensor y;            // (T, N, H)
+  Tensor final_state;  // (documents, N, H, H) real; absent: not wanted
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
+  void check_shapes() const;
+  void take_scratch(Context& ctx) const;
+};
+
+struct KdaAttentionBackward {
+  KdaAttention x;
+  ConstTensor dy;            // (T, N, H)
+  ConstTensor o;             // (T, N, H)
+  ConstTensor dfinal_state;  // (documents, N, H, H) real; absent: zero
+  Tensor dq_in;              // (T, P)
+  Tensor dk_in;              // (T, P)
+  Tensor dv_in;              // (T, P)
+  Tensor df;                 // (T, P)
+  Tensor db;                 // (T, N)
+  Tensor dgate;              // (T, P)
+  Tensor dq_conv;            // (P, 1, k) real; adds; absent: frozen
+  Tensor dk_conv;            // (P, 1, k) real; adds; absent: frozen
+  Tensor dv_conv;            // (P, 1, k) real; adds; absent: frozen
+  Tensor da_log;             // (N) real; adds; absent: frozen
+  Tensor ddt_bias;           // (N, H) real; adds; absent: frozen
+  Tensor do_norm;            // (H) real; adds; absent: frozen
+  Tensor dinitial_state;     // (documents, N, H, H) real; absent: not wanted
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
+  void check_shapes() const;
+  void take_scratch(Context& ctx) const;
+};
+
+// What the CUDA backend takes, in slots: document n has its chunks of 64 rows in slots begin / 64 + n and on, so that a slot is
+// found without a list. A tile is the rows of one chunk of one head, padded to 64 rows and to a width of 32 or 128.
+struct KdaTiles {
+  std::int64_t slots, width;
+  Tensor w, q, k;        // (slots, N, 64, width)   W, s Qin, Kout
+  Tensor u;              // (slots, N, width, 64)   U; backward: then R
+  Tensor p, t;           // (slots, N, 64, 64)      P; backward: (I + L)^-1
+  Tensor decay;          // (slots, N, width) f32   exp(G_last)
+  Tensor s, ds;          // (slots, N, width, width) backward: state entering, gradient of the state leaving; (value, key)
+  Tensor do_, dr;        // (slots, N, width, 64)   backward: gradients of o and of R
+  Tensor edge;           // (slots, 3, 3, P) f32    backward: gradients of the first rows before SiLU, for the chunk before
+  Tensor conv_parts;     // (slots, 3, P, 4) f32    backward: parts of the taps' gradients
+  Tensor bias_parts;     // (slots, P) f32          backward: parts of ddt_bias
+  Tensor a_log_parts;    // (slots, N) f32          backward: parts of da_log
+  Tensor norm_parts;     // (slots, N, H) f32       backward: parts of do_norm
+  KdaTiles(Stack& scratch, const KdaAttention& x, bool backward);
+};
+
+namespace cpu {
+void kda_attention(Context&, const KdaAttentionForward&);
+void kda_attention(Context&, const KdaAttentionBackward&);
+}  // namespace cpu
+namespace cuda {
+void kda_attention(Context&, const KdaAttentionForward&);
+void kda_attention(Context&, const KdaAttentionBackward&);
+}  // namespace cuda
+
+inline void kda_attention(Context& ctx, const KdaAttentionForward& a) {
+  dispatch(ctx, "kda_attention forward", a, [&] { cpu::kda_attention(ctx, a); },
+           [&] { if constexpr (kHasCuda) cuda::kda_attention(ctx, a); });
+}
+inline void kda_attention(Context& ctx, const KdaAttentionBackward& a) {
+  dispatch(ctx, "kda_attention backward", a, [&] { cpu::kda_attention(ctx, a); },
+           [&] { if constexpr (kHasCuda) cuda::kda_attention(ctx, a); });
+}
+
+}  // namespace moetrain::ops

@@ -1,0 +1,339 @@
+// kda_attention_test.cpp -- the sub-layer is the composition of its parts, its gradients are its slopes, and CUDA is near f64.
+#include "ops/kda_attention.h"
+
+#include <cstring>
+
+#include "ops/head_norm.h"
+#include "ops/kda.h"
+#include "ops/kda_gate.h"
+#include "ops/short_conv.h"
+#include "tests/support/catch.h"
+#include "tests/support/compare.h"
+#include "tests/support/on_device.h"
+#include "tests/support/slope.h"
+#include "tests/support/tensors.h"
+
+namespace moetrain::test {
+namespace {
+
+struct Results {
+  Tensor o, y, final_state, dq_in, dk_in, dv_in, df, db, dgate, dq_conv, dk_conv, dv_conv, da_log, ddt_bias, do_norm, dinitial_state;
+  template <class F>
+  void each(F f) {
+    f("o", o), f("y", y), f("final_state", final_state), f("dq_in", dq_in), f("dk_in", dk_in), f("dv_in", dv_in), f("df", df);
+    f("db", db), f("dgate", dgate), f("dq_conv", dq_conv), f("dk_conv", dk_conv), f("dv_conv", dv_conv), f("da_log", da_log);
+    f("ddt_bias", ddt_bias), f("do_norm", do_norm), f("dinitial_state", dinitial_state);
+  }
+};
+
+enum class Gates { bounded, floor, unbounded };
+
+struct Problem {
+  Tensor q_in, k_in, v_in, f, b, gate, q_conv, k_conv, v_conv, a_log, dt_bias, o_norm, initial_state, dy, dfinal_state;
+  std::vector<std::int64_t> starts;
+  std::optional<double> lower_bound;
+  template <class F>
+  void each(F f_) {
+    for (Tensor* t : {&q_in, &k_in, &v_in, &f, &b, &gate, &q_conv, &k_conv, &v_conv, &a_log, &dt_bias, &o_norm, &initial_state, &dy,
+                      &dfinal_state})
+      f_(*t);
+  }
+  // Gates at the floor: z so large that decays are e^-5 but for a thousandth. Else as a fresh model has them.
+  Problem(Bench& bench, DType dtype, std::vector<std::int64_t> starts_, std::int64_t N, std::int64_t H, Gates gates, std::int64_t k = 4)
+      : starts(std::move(starts_)) {
+    const auto T = starts.back(), documents = std::int64_t(starts.size()) - 1, P = N * H;
+    const auto real = real_of(dtype);
+    q_in = bench.normal(dtype, {T, P});
+    k_in = bench.normal(dtype, {T, P});
+    v_in = bench.normal(dtype, {T, P});
+    f = bench.normal(dtype, {T, P}, 1, gates == Gates::floor ? 12 : 0);
+    b = bench.normal(dtype, {T, N});
+    gate = bench.normal(dtype, {T, P});
+    q_conv = bench.normal(real, {P, 1, k}, 0.5);
+    k_conv = bench.normal(real, {P, 1, k}, 0.5);
+    v_conv = bench.normal(real, {P, 1, k}, 0.5);
+    a_log = bench.uniform(real, {N}, 0, gates == Gates::unbounded ? std::log(16.0) : 0.5);
+    const Tensor log_dt = bench.uniform(DType::f64, {N, H}, std::log(1e-3), std::log(1e-1));
+    dt_bias = bench.filled(real, {N, H}, [&](std::int64_t i) {
+      const double dt = std::exp(Bench::get(log_dt, i));
+      return dt + std::log(-std::expm1(-dt));
+    });
+    o_norm = bench.normal(real, {H}, 0.2, 1);
+    initial_state = bench.normal(real, {documents, N, H, H}, 0.5);
+    dy = bench.normal(dtype, {T, N, H});
+    dfinal_state = bench.normal(real, {documents, N, H, H}, 0.5);
+    if (gates != Gates::unbounded) lower_bound = -5;
+  }
+  std::int64_t H() const { return dt_bias.shape[1]; }
+  ops::KdaAttention inputs(ops::Documents documents) const {
+    return {.q_in = q_in,
+            .k_in = k_in,
+            .v_in = v_in,
+            .f = f,
+            .b = b,
+            .gate = gate,
+            .q_conv = q_conv,
+            .k_conv = k_conv,
+            .v_conv = v_conv,
+            .a_log = a_log,
+            .dt_bias = dt_bias,
+            .o_norm = o_norm,
+            .lower_bound = lower_bound,
+            .scale = 1 / std::sqrt(double(H())),
+            .l2_eps = 1e-6,
+            .norm_eps = 1e-5,
+            .documents = documents,
+            .initial_state = initial_state};
+  }
+};
+
+// Forward and backward; gradients of parameters start from 0.25, so that a backend that writes instead of adding is caught.
+template <class AnyBench>
+Results run(AnyBench& bench, Bench& host, const Problem& p, ops::Documents documents) {
+  const auto storage = p.q_in.dtype, real = real_of(storage);
+  const Shape wide = p.q_in.shape;
+  auto start = [&](const Tensor& parameter) {
+    return bench.copy(host.filled(real, parameter.shape, [](std::int64_t) { return 0.25; }));
+  };
+  Results r;
+  r.o = bench.empty(storage, p.dy.shape);
+  r.y = bench.empty(storage, p.dy.shape);
+  r.final_state = bench.empty(real, p.initial_state.shape);
+  for (Tensor* t : {&r.dq_in, &r.dk_in, &r.dv_in, &r.df, &r.dgate}) *t = bench.empty(storage, wide);
+  r.db = bench.empty(storage, p.b.shape);
+  r.dq_conv = start(p.q_conv);
+  r.dk_conv = start(p.k_conv);
+  r.dv_conv = start(p.v_conv);
+  r.da_log = start(p.a_log);
+  r.ddt_bias = start(p.dt_bias);
+  r.do_norm = start(p.o_norm);
+  r.dinitial_state = bench.empty(real, p.initial_state.shape);
+  const auto x = p.inputs(documents);
+  ops::kda_attention(bench.context(), ops::KdaAttentionForward{.x = x, .o = r.o, .y = r.y, .final_state = r.final_state});
+  ops::kda_attention(bench.context(), ops::KdaAttentionBackward{.x = x,
+                                                                .dy = p.dy,
+                                                                .o = r.o,
+                                                                .dfinal_state = p.dfinal_state,
+                                                                .dq_in = r.dq_in,
+                                                                .dk_in = r.dk_in,
+                                                                .dv_in = r.dv_in,
+                                                                .df = r.df,
+                                                                .db = r.db,
+                                                                .dgate = r.dgate,
+                                                                .dq_conv = r.dq_conv,
+                                                                .dk_conv = r.dk_conv,
+                                                                .dv_conv = r.dv_conv,
+                                                                .da_log = r.da_log,
+                                                                .ddt_bias = r.ddt_bias,
+                                                                .do_norm = r.do_norm,
+                                                                .dinitial_state = r.dinitial_state});
+  return r;
+}
+Results on_cpu(Bench& bench, const Problem& p) { return run(bench, bench, p, {p.starts}); }
+Results on_cpu_in_f64(Bench& bench, const Problem& p) {
+  Problem wide = p;
+  wide.each([&](Tensor& t) { t = bench.as(DType::f64, t); });
+  return on_cpu(bench, wide);
+}
+Results on_cuda(Bench& bench, const Problem& p) {
+  DeviceBench device;
+  Problem there = p;
+  there.each([&](Tensor& t) { t = device.copy(t); });
+  Results r = run(device, bench, there, device.documents(there.starts));
+  r.each([&](const char*, Tensor& t) { t = device.to_host(bench, t); });
+  CHECK(device.guards_hold());
+  return r;
+}
+
+bool same_bits(ConstTensor a, ConstTensor b) {
+  return a.bytes() == b.bytes() && std::memcmp(a.data, b.data, std::size_t(a.bytes())) == 0;
+}
+void check_same(Results got, Results want) {
+  std::vector<Tensor> all;
+  want.each([&](const char*, Tensor& t) { all.push_back(t); });
+  std::size_t i = 0;
+  got.each([&](const char* name, Tensor& t) {
+    CAPTURE(name);
+    CHECK(same_bits(t, all[i++]));
+  });
+}
+
+// The gap of all elements together, and of the worst one, in root mean squares of what is wanted.
+void check_near(Results got, Results want, double together, double worst) {
+  std::vector<Tensor> all;
+  want.each([&](const char*, Tensor& t) { all.push_back(t); });
+  std::size_t i = 0;
+  got.each([&](const char* name, Tensor& t) {
+    const Tensor w = all[i++];
+    double gaps = 0, squares = 0;
+    for (std::int64_t e = 0; e < w.count(); ++e) {
+      const double gap = Bench::get(t, e) - Bench::get(w, e);
+      gaps += gap * gap;
+      squares += Bench::get(w, e) * Bench::get(w, e);
+    }
+    const double relative = w.count() == 0 ? 0 : std::sqrt(gaps / squares);
+    CAPTURE(name, relative);
+    CHECK(relative <= together);
+    CHECK(difference(t, w, worst) == "");
+  });
+}
+
+}  // namespace
+
+TEST_CASE("kda_attention is the composition of its parts", "[ops][cpu]") {
+  Bench bench;
+  const Problem p(bench, DType::f32, {0, 70, 71}, 2, 6, Gates::bounded);
+  const Results got = on_cpu(bench, p);
+  auto& ctx = bench.context();
+  const Shape heads = p.dy.shape, head = p.b.shape;
+  const auto f32 = DType::f32;
+  const ops::Documents documents{p.starts};
+  Tensor streams[3], r = bench.empty(f32, head);
+  const Tensor* u[] = {&p.q_in, &p.k_in, &p.v_in};
+  const Tensor* w[] = {&p.q_conv, &p.k_conv, &p.v_conv};
+  for (int i = 0; i < 3; ++i) {
+    streams[i] = bench.empty(f32, heads);
+    ops::short_conv(ctx, ops::ShortConvForward{.u = *u[i], .w = *w[i], .y = streams[i].reshape(u[i]->shape), .documents = documents});
+    if (i < 2) ops::head_l2(ctx, ops::HeadL2Forward{.x = streams[i], .y = streams[i], .r = r, .eps = 1e-6});
+  }
+  const Tensor g = bench.empty(f32, heads), beta = bench.empty(f32, head), o = bench.empty(f32, heads), y = bench.empty(f32, heads),
+               final_state = bench.empty(f32, p.initial_state.shape);
+  ops::kda_gate(ctx, ops::KdaGateForward{.f = p.f.reshape(heads),
+                                         .a_log = p.a_log,
+                                         .dt_bias = p.dt_bias,
+                                         .b = p.b,
+                                         .lower_bound = p.lower_bound,
+                                         .g = g,
+                                         .beta = beta});
+  ops::kda(ctx, ops::KdaForward{.form = ops::KdaForm::recurrent,
+                                .q = streams[0],
+                                .k = streams[1],
+                                .v = streams[2],
+                                .g = g,
+                                .beta = beta,
+                                .scale = 1 / std::sqrt(6.0),
+                                .bounded_gate = true,
+                                .documents = documents,
+                                .initial_state = p.initial_state,
+                                .o = o,
+                                .final_state = final_state});
+  ops::gated_head_norm(
+      ctx, ops::GatedHeadNormForward{.o = o, .gate = p.gate.reshape(heads), .w = p.o_norm, .y = y, .r = r, .eps = 1e-5});
+  CHECK(difference(got.o, o, 1e-4) == "");
+  CHECK(difference(got.y, y, 1e-4) == "");
+  CHECK(difference(got.final_state, final_state, 1e-4) == "");
+  CHECK(bench.guards_hold());
+}
+
+TEST_CASE("kda_attention backward is the slope of kda_attention forward", "[ops][cpu]") {
+  const auto gates = GENERATE(Gates::bounded, Gates::unbounded);
+  Bench bench(3);
+  Problem p(bench, DType::f64, {0, 19, 19, 86}, 2, 3, gates);
+  Results r = on_cpu(bench, p);
+  const Tensor o = bench.empty(DType::f64, p.dy.shape), y = bench.empty(DType::f64, p.dy.shape),
+               final_state = bench.empty(DType::f64, p.initial_state.shape);
+  const auto loss = [&] {
+    ops::kda_attention(bench.context(),
+                       ops::KdaAttentionForward{.x = p.inputs({p.starts}), .o = o, .y = y, .final_state = final_state});
+    return weighted_sum(y, p.dy) + weighted_sum(final_state, p.dfinal_state);
+  };
+  for (const Tensor& t : {r.dq_conv, r.dk_conv, r.dv_conv, r.da_log, r.ddt_bias, r.do_norm})
+    for (std::int64_t i = 0; i < t.count(); ++i) Bench::set(t, i, Bench::get(t, i) - 0.25);
+  const std::pair<Tensor, Tensor> all[] = {{p.q_in, r.dq_in},     {p.k_in, r.dk_in},     {p.v_in, r.dv_in},    {p.f, r.df},
+                                           {p.b, r.db},           {p.gate, r.dgate},     {p.q_conv, r.dq_conv}, {p.k_conv, r.dk_conv},
+                                           {p.v_conv, r.dv_conv}, {p.a_log, r.da_log},   {p.dt_bias, r.ddt_bias}, {p.o_norm, r.do_norm},
+                                           {p.initial_state, r.dinitial_state}};
+  for (const auto& [x, dx] : all) CHECK(slope_difference(loss, x, dx, 1e-6, 1e-9, 24) == "");
+  CHECK(bench.guards_hold());
+}
+
+TEST_CASE("kda_attention refuses tensors that do not fit each other", "[ops][cpu]") {
+  Bench bench;
+  const Problem good(bench, DType::f32, {0, 4, 9}, 2, 3, Gates::bounded);
+  const auto refused = [&](auto&& spoil) {
+    Problem p = good;
+    spoil(p);
+    CHECK_THROWS_AS(on_cpu(bench, p), Error);
+  };
+  refused([&](Problem& p) { p.k_in = bench.zeros(DType::f32, {9, 7}); });
+  refused([&](Problem& p) { p.b = bench.zeros(DType::f32, {9, 3}); });
+  refused([&](Problem& p) { p.v_conv = bench.zeros(DType::f32, {6, 1, 3}); });
+  refused([&](Problem& p) { p.a_log = bench.zeros(DType::f64, {2}); });
+  refused([&](Problem& p) { p.o_norm = bench.zeros(DType::f32, {6}); });
+  refused([&](Problem& p) { p.initial_state = bench.zeros(DType::f32, {1, 2, 3, 3}); });
+  refused([&](Problem& p) { p.starts = {0, 4, 8}; });
+  refused([&](Problem& p) { p.lower_bound = 1; });
+}
+
+TEST_CASE("kda_attention on CUDA in bf16 is within rounding of the f64 reference", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  struct Case {
+    std::vector<std::int64_t> starts;
+    std::int64_t N, H;
+  };
+  for (const auto gates : {Gates::bounded, Gates::floor, Gates::unbounded})
+    for (const Case& c : {Case{{0, 64}, 1, 128}, {{0, 40, 41, 41, 300}, 3, 128}, {{0, 17, 150}, 2, 32}, {{0, 131}, 2, 50}}) {
+      CAPTURE(int(gates), c.starts.back(), c.N, c.H);
+      Bench bench(5);
+      const Problem p(bench, DType::bf16, c.starts, c.N, c.H, gates);
+      check_near(on_cuda(bench, p), on_cpu_in_f64(bench, p), 2.5e-2, 0.5);
+    }
+}
+
+TEST_CASE("kda_attention on CUDA in f32 is within rounding of the f64 reference", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  struct Case {
+    std::vector<std::int64_t> starts;
+    std::int64_t N, H, taps;
+  };
+  for (const auto gates : {Gates::bounded, Gates::floor, Gates::unbounded})
+    for (const Case& c : {Case{{0, 1}, 1, 8, 4}, {{0, 0, 64, 200}, 2, 32, 3}, {{0, 5, 135}, 2, 7, 4}, {{0, 130}, 1, 128, 4}, {{0, 70}, 1, 90, 1}}) {
+      CAPTURE(int(gates), c.starts.back(), c.N, c.H);
+      Bench bench(7);
+      const Problem p(bench, DType::f32, c.starts, c.N, c.H, gates, c.taps);
+      check_near(on_cuda(bench, p), on_cpu_in_f64(bench, p), 1e-4, 1e-3);
+    }
+}
+
+TEST_CASE("kda_attention on CUDA gives packed documents the results of separate ones, to the bit", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  Bench bench(9);
+  const Problem p(bench, DType::bf16, {0, 100, 101, 300}, 2, 128, Gates::bounded);
+  const Results packed = on_cuda(bench, p);
+  for (std::size_t n = 0; n + 1 < p.starts.size(); ++n) {
+    const auto begin = p.starts[n], end = p.starts[n + 1];
+    Problem one = p;
+    for (Tensor* t : {&one.q_in, &one.k_in, &one.v_in, &one.f, &one.b, &one.gate, &one.dy}) *t = t->rows(begin, end);
+    one.initial_state = p.initial_state.rows(std::int64_t(n), std::int64_t(n) + 1);
+    one.dfinal_state = p.dfinal_state.rows(std::int64_t(n), std::int64_t(n) + 1);
+    one.starts = {0, end - begin};
+    const Results alone = on_cuda(bench, one);
+    CHECK(same_bits(packed.y.rows(begin, end), alone.y));
+    CHECK(same_bits(packed.dq_in.rows(begin, end), alone.dq_in));
+    CHECK(same_bits(packed.dk_in.rows(begin, end), alone.dk_in));
+    CHECK(same_bits(packed.dv_in.rows(begin, end), alone.dv_in));
+    CHECK(same_bits(packed.df.rows(begin, end), alone.df));
+    CHECK(same_bits(packed.final_state.rows(std::int64_t(n), std::int64_t(n) + 1), alone.final_state));
+  }
+}
+
+TEST_CASE("kda_attention on CUDA of no tokens hands its states through", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  Bench bench(11);
+  const Problem p(bench, DType::bf16, {0, 0, 0}, 2, 128, Gates::bounded);
+  const Results r = on_cuda(bench, p);
+  CHECK(same_bits(r.final_state, p.initial_state));
+  CHECK(same_bits(r.dinitial_state, p.dfinal_state));
+}
+
+TEST_CASE("kda_attention on CUDA gives the same bits in 20 runs", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  for (const auto dtype : {DType::bf16, DType::f32}) {
+    Bench bench(13);
+    const Problem p(bench, dtype, {0, 500, 777}, 4, 128, Gates::bounded);
+    const Results first = on_cuda(bench, p);
+    for (int i = 0; i < 20; ++i) check_same(on_cuda(bench, p), first);
+  }
+}
+
+}  // namespace moetrain::test
