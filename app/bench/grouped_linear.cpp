@@ -2,7 +2,6 @@
 #include "ops/grouped_linear.h"
 
 #include <cmath>
-#include <cstdlib>
 
 #include "app/bench/bench.h"
 
@@ -47,10 +46,7 @@ void bench_grouped_linear(const Ceilings& ceilings, const Report& report) {
     const double flops = 2 * double(c.R) * double(c.D) * 3 * double(c.F);
     const double rows_bytes = 2 * double(x.count() + both.count() + inner.count() + y.count());
     const double weights = double(up.count() + down.count());
-    for (const auto& [lag, band] : {std::pair{"1", "8"}, {"-1", "8"}, {"0", "8"}, {"2", "8"}, {"1", "4"}, {"1", "16"}}) {
-    setenv("LAG", lag, 1);
-    setenv("BAND", band, 1);
-    const std::string shape = std::string("lag ") + lag + " band " + band + " " + "D" + std::to_string(c.D) + " F" + std::to_string(c.F) + " " + std::to_string(c.groups) +
+    const std::string shape = "D" + std::to_string(c.D) + " F" + std::to_string(c.F) + " " + std::to_string(c.groups) +
                               " groups, " + std::to_string(c.R) + " rows" + (c.skewed ? ", skewed" : "");
     const auto forward = [&](ConstTensor in, ConstTensor w, Tensor out) {
       ops::grouped_linear(b.context(),
@@ -72,7 +68,6 @@ void bench_grouped_linear(const Ceilings& ceilings, const Report& report) {
       ops::grouped_linear(b.context(),
                           ops::GroupedLinearBackward{.dy = both, .x = x, .dw = dup, .offsets = {}, .device_offsets = offsets});
     }));
-    }
   }
 }
 

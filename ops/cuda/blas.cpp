@@ -74,7 +74,12 @@ void run_plain(Context& ctx, const Gemm& g) {
 
 }  // namespace
 
-Blas::Blas(Memory& memory) : workspace_(memory, Category::workspace, kWorkspaceBytes) { blas_ok(cublasLtCreate(&handle_)); }
+Blas::Blas(Memory& memory)
+    : workspace_(memory, Category::workspace, kWorkspaceBytes),
+      counters_(memory, Category::workspace, 2 * std::int64_t(sizeof(std::uint32_t))) {
+  blas_ok(cublasLtCreate(&handle_));
+  fill(memory.device(), counters_.data(), 0, counters_.bytes());
+}
 Blas::~Blas() { cublasLtDestroy(handle_); }
 
 void Blas::run(Context& ctx, const Gemm& g) {

@@ -4,8 +4,8 @@
 // All three passes are one product with 256 rows of outputs a pair of blocks: y^T = W x^T, dx^T = W^T dy^T, dw = dy^T x. The first
 // operand's rows always fill their tiles, and where the group's rows are columns a tile has as many, in steps of 32, as it needs.
 #include <algorithm>
-#include <cstdlib>
 
+#include "ops/cuda/blas.h"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/product.h"
 #include "ops/cuda/rows.cuh"
@@ -28,8 +28,11 @@ constexpr int kABytes = kRows * kLine, kBBytes = kColumns * kLine, kStageBytes =
 constexpr int kPanelBytes = 64 * kLine;  // 64 rows of lines
 constexpr int kBoxRows = 32;             // of one copy of rows
 constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroup;
-constexpr int kRoundBytes = 64 * kLine;       // 64 rows of results of a warpgroup, on their way out
-constexpr int kOldBand [[maybe_unused]] = 8;  // pairs of blocks side by side on the same columns: what stays in L2 is about square
+constexpr int kRoundBytes = 64 * kLine;        // 64 rows of results of a warpgroup, on their way out
+constexpr int kBand = 8;                       // pairs of blocks side by side on the same columns: what stays in L2 is about square
+constexpr int kSumColumns = 64, kSumBox = 32;  // of dw in a stage; of one copy of f32: a line
+constexpr int kLag = 1;  // stages that the second warpgroup stays behind: it multiplies while the first one writes
+constexpr int kLagBarrier = 3;
 
 // A block's tile; the part of it that consumers must know travels with the first stage of its operands.
 struct Tile {
@@ -52,7 +55,6 @@ constexpr std::size_t kSharedBytes =
     kStages * kStageBytes + kConsumers * 2 * kRoundBytes + sizeof(Shared) + 1024;  // 1024: to align
 
 struct Sizes {
-  int lag = 1, band = 8;
   int groups, rows, columns, depth;  // of the outputs; columns of dw; summands, or 0 where they are the group's rows
 };
 
@@ -74,7 +76,7 @@ __device__ void sort_groups(const std::int64_t* offsets, int groups, Order& orde
   }
 }
 
-// Tiles in the order of groups; within a group in bands of s_.band pairs of blocks, so that neighbours read the same operands.
+// Tiles in the order of groups; within a group in bands of kBand pairs of blocks, so that neighbours read the same operands.
 class Schedule {
  public:
   __device__ Schedule(const std::int64_t* offsets, const Sizes& s, const Order* order)
@@ -87,8 +89,8 @@ class Schedule {
       const int across = s_.depth > 0 ? (rows + kColumns - 1) / kColumns : rows > 0 ? (s_.columns + kColumns - 1) / kColumns : 0;
       const std::int64_t tiles = std::int64_t(across) * pairs_;
       if (index < before_ + tiles) {
-        const int at = int(index - before_), band = at / (across * s_.band), width = min(s_.band, pairs_ - band * s_.band);
-        const int in_band = at - band * across * s_.band, row = ((band * s_.band + in_band % width) * kPair + int(rank)) * kRows;
+        const int at = int(index - before_), band = at / (across * kBand), width = min(kBand, pairs_ - band * kBand);
+        const int in_band = at - band * across * kBand, row = ((band * kBand + in_band % width) * kPair + int(rank)) * kRows;
         const int column = in_band / width * kColumns;
         if (s_.depth == 0) return {group, row, column, begin, rows};
         return {group, row, 0, begin + column, min(kColumns, rows - column)};
@@ -123,14 +125,14 @@ struct Ring {
 // One thread a block copies its own rows of the first operand, and every other box of the columns for both blocks. That of the
 // first block draws the pair's next tile and tells the other.
 template <Pass kPass>
-__device__ void produce(const CUtensorMap& a, const CUtensorMap& b, Schedule schedule, std::uint32_t* drawn, const Sizes& s,
-                        std::uint32_t stages, Shared& shared) {
+__device__ void produce(const CUtensorMap& a, const CUtensorMap& b, const CUtensorMap& dw, Schedule schedule,
+                        std::uint32_t* counters, const Sizes& s, std::uint32_t stages, Shared& shared) {
   const std::uint32_t rank = cluster_rank();
   Ring ring;
   std::uint32_t index = blockIdx.x / kPair;
   for (std::uint32_t turn = 0;; ++turn) {
     const std::uint32_t slot = turn % kSlots, told = shared_address(&shared.told[slot]);
-    const std::uint32_t next = rank == 0 ? gridDim.x / kPair + atomicAdd(drawn, 1U) : 0;
+    const std::uint32_t next = rank == 0 ? gridDim.x / kPair + atomicAdd(&counters[0], 1U) : 0;
     const Tile t = schedule.tile(index, rank);
     const int depth_blocks = t.count == 0 ? 1 : blocks_of_depth(s, t), width = width_of(s, t);
     for (int block = 0; block < depth_blocks; ++block, ring.step()) {
@@ -138,7 +140,15 @@ __device__ void produce(const CUtensorMap& a, const CUtensorMap& b, Schedule sch
       const std::uint32_t full = shared_address(&shared.full[ring.stage]), to_a = stages + ring.stage * kStageBytes,
                           to_b = to_a + kABytes;
       if (block == 0) shared.tile[ring.stage] = t;
-      if (t.count == 0) return barrier_arrive(full);
+      if (t.count == 0) {
+        barrier_arrive(full);
+        // The last pair to finish leaves the counters as it found them.
+        if (rank == 0) {
+          __threadfence();
+          if (atomicInc(&counters[1], gridDim.x / kPair - 1) == gridDim.x / kPair - 1) counters[0] = 0;
+        }
+        return;
+      }
       barrier_arrive_and_expect(full, kABytes + width * kLine);
       const int k = block * kDepth;
       if constexpr (kPass == Pass::forward) {
@@ -161,15 +171,24 @@ __device__ void produce(const CUtensorMap& a, const CUtensorMap& b, Schedule sch
       if (block == 0 && rank == 0)
         tell(shared_address(&shared.drawn[slot]), told, 1, next);  // early: the other will not wait for it
     }
+    if constexpr (kPass == Pass::wgrad)
+      for (int column = t.column; column < min(t.column + kColumns, s.columns); column += kSumColumns, ring.step()) {
+        barrier_wait(shared_address(&shared.empty[ring.stage]), ring.parity ^ 1);  // for the readers in both blocks
+        const std::uint32_t full = shared_address(&shared.full[ring.stage]);
+        barrier_arrive_and_expect(full, kRows * kSumColumns * 4);
+        for (int box = 0; box < 4; ++box)
+          copy_box(stages + ring.stage * kStageBytes + box * kPanelBytes, &dw, full, column + box % 2 * kSumBox,
+                   t.row + box / 2 * 64, t.group);
+      }
     if (rank != 0) barrier_wait_for_told(told, turn / kSlots % 2);
     index = rank == 0 ? next : shared.drawn[slot];
   }
 }
 
-// A warp has read its stage: tells the producers of both blocks, who write to both.
-__device__ void release(Shared& shared, int stage) {
+// So many warps of this block have read their stage: tells the producers of both blocks, who write to both.
+__device__ void release(Shared& shared, int stage, int warps = 1) {
   const std::uint32_t lane = threadIdx.x % kWarp;
-  if (lane < kPair) barrier_arrive_at(shared_address(&shared.empty[stage]), lane);
+  if (lane < kPair) barrier_arrive_at(shared_address(&shared.empty[stage]), lane, warps);
 }
 
 // Lines past the group's end become zeros: they hold rows of the next group. Each warpgroup clears all that it reads itself.
@@ -186,7 +205,7 @@ __device__ void clear_lines(std::uint32_t a, std::uint32_t b, int from) {
 // Adds the products of one warpgroup's half of a tile. The first stage has already come.
 template <Pass kPass, int kCount>
 __device__ __forceinline__ void multiply(float (&sums)[kCount], Ring& ring, Shared& shared, std::uint32_t stages, const Sizes& s,
-                                         const Tile& t, int lag) {
+                                         const Tile& t, bool leads) {
   constexpr Along kA = kPass == Pass::forward ? Along::k : Along::outer, kB = kPass == Pass::wgrad ? Along::outer : Along::k;
   const int half = int(threadIdx.x) / kWarpgroup - 1, depth_blocks = blocks_of_depth(s, t);
   int before = 0;
@@ -206,7 +225,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kCount], Ring& ring, Shar
     wgmma_commit();
     wgmma_wait<1>();
     if (block > 0) release(shared, before);
-    if (block == min(lag, depth_blocks - 1)) asm volatile("bar.arrive 3, 256;" ::: "memory");
+    if (leads && block == min(kLag, depth_blocks - 1)) warpgroups_arrive(kLagBarrier);
     before = ring.stage;
     ring.step();
   }
@@ -261,46 +280,72 @@ __device__ __forceinline__ void write_rows(const float (&sums)[kCount], std::uin
   }
 }
 
-// Every element of dw has one tile: one addition each, so the order does not matter.
+// Adds the sums to dw in the stages that have brought it, and sends these back. Every element has one tile: one addition.
 template <int kCount>
-__device__ __forceinline__ void add_sums(const float (&sums)[kCount], float* dw, const Sizes& s, const Tile& t) {
+__device__ __forceinline__ void add_sums(const float (&sums)[kCount], Ring& ring, Shared& shared, std::uint32_t stages,
+                                         const CUtensorMap& dw, const Sizes& s, const Tile& t) {
   const int half = int(threadIdx.x) / kWarpgroup - 1, warp = int(threadIdx.x) / kWarp % 4, lane = int(threadIdx.x) % kWarp;
+  int sent = -1;  // the stage whose results are under way
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = t.row + half * 64 + warp * 16 + lane / 4 + 8 * h, column = t.column + lane % 4 * 2;
-    if (row >= s.rows) continue;
-    float* to = dw + (std::int64_t(t.group) * s.rows + row) * s.columns + column;
+  for (int first = 0; first < kCount; first += kSumColumns / 2) {
+    if (t.column + 2 * first >= s.columns) break;
+    barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
+    const std::uint32_t boxes = stages + ring.stage * kStageBytes + half * 2 * kPanelBytes;
 #pragma unroll
-    for (int j = 0; j < kCount / 4; ++j)
-      if (column + 8 * j < s.columns)
-        asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to + 8 * j), "f"(sums[4 * j + 2 * h]),
-                     "f"(sums[4 * j + 2 * h + 1])
-                     : "memory");
+    for (int i = 0; i < kSumColumns / 2; i += 2) {
+      const int j = i / 4, row = warp * 16 + lane / 4 + i / 2 % 2 * 8, piece = j % 4 * 2 + lane % 4 / 2;
+      const std::uint32_t at = boxes + j / 4 * kPanelBytes + row * kLine + (piece ^ row % 8) * 16 + lane % 2 * 8;
+      float low, high;
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(low), "=f"(high) : "r"(at) : "memory");
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(low + sums[first + i]), "f"(high + sums[first + i + 1])
+                   : "memory");
+    }
+    fence_shared_writes();
+    warpgroup_sync(1 + half);  // waits for the sums of all warps
+    if (threadIdx.x % kWarpgroup < kWarp) {
+      if (lane == 0) {
+        for (int box = 0; box < 2; ++box)
+          store_box(&dw, boxes + box * kPanelBytes, t.column + 2 * first + box * kSumBox, t.row + half * 64, t.group);
+        store_commit();
+        store_wait_read<1>();  // the boxes before these may be written again
+      }
+      __syncwarp();
+      if (sent >= 0) release(shared, sent, kWarpgroup / kWarp);
+    }
+    sent = ring.stage;
+    ring.step();
+  }
+  if (threadIdx.x % kWarpgroup < kWarp) {
+    if (lane == 0) store_wait_read<0>();
+    __syncwarp();
+    release(shared, sent, kWarpgroup / kWarp);
   }
 }
 
 template <Pass kPass, int kWidth>
 __device__ __forceinline__ void consume_tile(Ring& ring, Shared& shared, std::uint32_t stages, int& round, void* out, bool add,
-                                             const Sizes& s, const Tile& t, int lag) {
+                                             const Sizes& s, const Tile& t, const CUtensorMap& dw, bool leads) {
   float sums[kWidth / 2] = {};
-  multiply<kPass>(sums, ring, shared, stages, s, t, lag);
+  multiply<kPass>(sums, ring, shared, stages, s, t, leads);
   if constexpr (kPass == Pass::wgrad)
-    add_sums(sums, static_cast<float*>(out), s, t);
+    add_sums(sums, ring, shared, stages, dw, s, t);
   else
     write_rows(sums, stages + kStages * kStageBytes, round, static_cast<__nv_bfloat16*>(out), add, s, t);
 }
 
 template <Pass kPass>
-__device__ void consume(std::uint32_t stages, Shared& shared, void* out, bool add, const Sizes& s) {
+__device__ void consume(std::uint32_t stages, Shared& shared, void* out, bool add, const Sizes& s, const CUtensorMap& dw) {
   Ring ring;
-  int round = 0, lag = threadIdx.x < 2 * kWarpgroup ? s.lag : -1;
+  const int half = int(threadIdx.x) / kWarpgroup - 1;
+  int round = 0;
   for (bool first = true;; first = false) {
-    if (!first) lag = -1;
     barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
     const Tile t = shared.tile[ring.stage];
     if (t.count == 0) return;
-    if (first && s.lag >= 0 && threadIdx.x >= 2 * kWarpgroup) asm volatile("bar.sync 3, 256;" ::: "memory");
-    const auto run = [&]<int kWidth>() { consume_tile<kPass, kWidth>(ring, shared, stages, round, out, add, s, t, lag); };
+    if (first && half == 1) warpgroups_sync(kLagBarrier);
+    const auto run = [&]<int kWidth>() {
+      consume_tile<kPass, kWidth>(ring, shared, stages, round, out, add, s, t, dw, first && half == 0);
+    };
     if constexpr (kPass == Pass::wgrad) {
       run.template operator()<kColumns>();
     } else {
@@ -336,17 +381,19 @@ __device__ void consume(std::uint32_t stages, Shared& shared, void* out, bool ad
 
 // grid (pairs of blocks, as many as fit the device), block (kThreads): the first warpgroup copies, two multiply and write.
 // Forward: a is W (I, O, e), b is x (I, R), out is y. dgrad: a is W (I, O, e), b is dy (O, R), out is dx. wgrad: a is dy (O, R), b
-// is x (I, R), out is dw.
+// is x (I, R), dw is (I, O, e) f32. counters: two that are zero before and after.
 template <Pass kPass>
 __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, 1)
     grouped_linear_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                          const std::int64_t* __restrict__ offsets, std::uint32_t* drawn, void* out, bool add,
-                          const __grid_constant__ Sizes s) {
+                          const std::int64_t* __restrict__ offsets, const __grid_constant__ CUtensorMap dw, std::uint32_t* counters,
+                          void* out, bool add, const __grid_constant__ Sizes s) {
   extern __shared__ unsigned char memory[];
   const std::uint32_t stages = (shared_address(memory) + 1023) / 1024 * 1024;  // whole swizzle patterns
   Shared& shared =
       *reinterpret_cast<Shared*>(memory + (stages - shared_address(memory)) + kStages * kStageBytes + kConsumers * 2 * kRoundBytes);
   if (threadIdx.x == 0) {
+    prefetch_map(&a);
+    prefetch_map(&b);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(shared_address(&shared.full[i]), 1);
       barrier_init(shared_address(&shared.empty[i]), kPair * kConsumers * kWarpgroup / kWarp);
@@ -363,11 +410,11 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, 1)
   cluster_sync();  // waits for the barriers of both blocks, and for the order
   if (threadIdx.x < kWarpgroup) {
     leave_registers<56>();
-    if (threadIdx.x == 0) produce<kPass>(a, b, Schedule(offsets, s, order), drawn, s, stages, shared);
+    if (threadIdx.x == 0) produce<kPass>(a, b, dw, Schedule(offsets, s, order), counters, s, stages, shared);
     __syncwarp();
   } else {
     take_registers<224>();
-    consume<kPass>(stages, shared, out, add, s);
+    consume<kPass>(stages, shared, out, add, s, dw);
   }
   cluster_sync();  // the other block still tells this one's barriers what it has read
 }
@@ -403,8 +450,6 @@ bool for_tensor_cores(std::initializer_list<ConstTensor> tensors) {
   });
 }
 
-int knob(const char* name, int otherwise) { return std::getenv(name) ? std::atoi(std::getenv(name)) : otherwise; }
-
 template <Pass kPass>
 void run_on_tensor_cores(Context& ctx, const CUtensorMap& a, const CUtensorMap& b, const std::int64_t* offsets, Tensor out,
                          bool add, const Sizes& s, std::int64_t most_rows) {
@@ -416,10 +461,9 @@ void run_on_tensor_cores(Context& ctx, const CUtensorMap& a, const CUtensorMap& 
                                           : std::int64_t(s.groups) * ((s.columns + kColumns - 1) / kColumns);
   check(pairs * across < 0x7fffffff, "grouped_linear: more tiles than can be counted", {{"tiles", pairs * across}});
   const std::int64_t work = std::min<std::int64_t>(pairs * across, multiprocessors / kPair);
-  auto* drawn = static_cast<std::uint32_t*>(ctx.scratch.take(DType::i32, {1}).data);
-  cuda_ok(cudaMemsetAsync(drawn, 0, sizeof(*drawn), ctx.stream));
-  launch(ctx, grouped_linear_kernel<kPass>, {blocks(work * kPair, 1), kThreads, kSharedBytes}, a, b, offsets, drawn, out.data, add,
-         s);
+  const CUtensorMap dw = kPass == Pass::wgrad ? tensor_map(out, {s.columns, s.rows, s.groups}, {kSumBox, 64, 1}) : a;
+  launch(ctx, grouped_linear_kernel<kPass>, {blocks(work * kPair, 1), kThreads, kSharedBytes}, a, b, offsets, dw,
+         ctx.blas->counters(), out.data, add, s);
 }
 
 }  // namespace
@@ -430,9 +474,9 @@ void cuda::grouped_linear(Context& ctx, const GroupedLinearForward& a) {
   Scope scope(ctx.scratch);
   const std::int64_t* offsets = offsets_on_device(ctx, a.offsets, a.device_offsets);
   if (I > 0 && for_tensor_cores({a.x, a.w, a.y}))
-    return run_on_tensor_cores<Pass::forward>(ctx, tensor_map(a.w.data, {I, O, e}, {kDepth, kRows, 1}),
-                                              tensor_map(a.x.data, {I, R}, {kDepth, kBoxRows}), offsets, a.y, false,
-                                              {knob("LAG", 1), knob("BAND", 8), int(e), int(O), 0, int(I)}, R);
+    return run_on_tensor_cores<Pass::forward>(ctx, tensor_map(a.w, {I, O, e}, {kDepth, kRows, 1}),
+                                              tensor_map(a.x, {I, R}, {kDepth, kBoxRows}), offsets, a.y, false,
+                                              {int(e), int(O), 0, int(I)}, R);
   product(ctx, {.m = R,
                 .n = O,
                 .k = I,
@@ -454,9 +498,9 @@ void cuda::grouped_linear(Context& ctx, const GroupedLinearBackward& a) {
   if (a.dx.present() && a.dx.count() > 0) {
     const std::int64_t e = a.w.shape[0], I = a.w.shape[2];
     if (O > 0 && for_tensor_cores({a.dy, a.w, a.dx}))
-      run_on_tensor_cores<Pass::dgrad>(ctx, tensor_map(a.w.data, {I, O, e}, {64, kDepth, 1}),
-                                       tensor_map(a.dy.data, {O, R}, {kDepth, kBoxRows}), offsets, a.dx, a.add_dx,
-                                       {knob("LAG", 1), knob("BAND", 8), int(e), int(I), 0, int(O)}, R);
+      run_on_tensor_cores<Pass::dgrad>(ctx, tensor_map(a.w, {I, O, e}, {64, kDepth, 1}),
+                                       tensor_map(a.dy, {O, R}, {kDepth, kBoxRows}), offsets, a.dx, a.add_dx,
+                                       {int(e), int(I), 0, int(O)}, R);
     else
       product(ctx, {.m = R,
                     .n = I,
@@ -474,8 +518,8 @@ void cuda::grouped_linear(Context& ctx, const GroupedLinearBackward& a) {
   if (a.dw.present() && a.dw.count() > 0) {
     const std::int64_t e = a.dw.shape[0], I = a.x.shape[1];
     if (for_tensor_cores({a.dy, a.x}))
-      run_on_tensor_cores<Pass::wgrad>(ctx, tensor_map(a.dy.data, {O, R}, {64, kDepth}), tensor_map(a.x.data, {I, R}, {64, kDepth}),
-                                       offsets, a.dw, true, {knob("LAG", 1), knob("BAND", 8), int(e), int(O), int(I), 0}, R);
+      run_on_tensor_cores<Pass::wgrad>(ctx, tensor_map(a.dy, {O, R}, {64, kDepth}), tensor_map(a.x, {I, R}, {64, kDepth}), offsets,
+                                       a.dw, true, {int(e), int(O), int(I), 0}, R);
     else
       product(ctx, {.m = O,
                     .n = I,

@@ -5,14 +5,15 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "memory/check.h"
 #include "memory/cuda_check.h"
+#include "memory/tensor.h"
 
 namespace moetrain::ops::cuda {
 
-// A dense bf16 tensor in device memory, innermost dim first, and the box that one copy moves: lines of box[0] <= 64 elements,
-// swizzled in 128 bytes. What lies outside the tensor arrives as zeros. Address and strides must be multiples of 16 bytes.
-inline CUtensorMap tensor_map(const void* data, std::initializer_list<std::int64_t> dims, std::initializer_list<int> box) {
+// A dense bf16 or f32 tensor in device memory, innermost dim first, and the box that one copy moves: lines of at most 128 bytes, in
+// shared memory swizzled as such. What lies outside the tensor arrives as zeros. Address and strides must be multiples of 16 bytes.
+inline CUtensorMap tensor_map(ConstTensor t, std::initializer_list<std::int64_t> dims, std::initializer_list<int> box) {
+  check(t.dtype == DType::f32 || t.dtype == DType::bf16, "tensor_map: neither f32 nor bf16", {{"dtype", std::int64_t(t.dtype)}});
   void* entry = nullptr;  // asked of the runtime, so that nothing links to the driver
   cudaDriverEntryPointQueryResult found{};
   cuda_ok(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
@@ -21,7 +22,7 @@ inline CUtensorMap tensor_map(const void* data, std::initializer_list<std::int64
   cuuint64_t sizes[kMost], strides[kMost] = {};
   cuuint32_t boxes[kMost], steps[kMost] = {1, 1, 1};
   const auto rank = cuuint32_t(dims.size());
-  cuuint64_t bytes = 2;
+  cuuint64_t bytes = cuuint64_t(size_of(t.dtype));
   for (cuuint32_t i = 0; i < rank; ++i) {
     sizes[i] = cuuint64_t(dims.begin()[i]);
     boxes[i] = cuuint32_t(box.begin()[i]);
@@ -29,9 +30,9 @@ inline CUtensorMap tensor_map(const void* data, std::initializer_list<std::int64
   }
   CUtensorMap map;
   const auto status = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(data), sizes, strides, boxes, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      &map, t.dtype == DType::f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank,
+      const_cast<void*>(t.data), sizes, strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   check(status == CUDA_SUCCESS, "tensor_map: the driver refuses the tensor", {{"status", std::int64_t(status)}});
   return map;
 }
@@ -56,10 +57,12 @@ __device__ inline void barrier_arrive(std::uint32_t barrier) {
 __device__ inline void barrier_arrive_and_expect(std::uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ inline void barrier_arrive_at(std::uint32_t barrier, std::uint32_t rank) {  // the same barrier of a block of the cluster
+__device__ inline void barrier_arrive_at(std::uint32_t barrier, std::uint32_t rank,
+                                         int times) {  // the same barrier of a block of the cluster
   asm volatile(
-      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
-      "r"(rank)
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there], %2; }" ::"r"(
+          barrier),
+      "r"(rank), "r"(times)
       : "memory");
 }
 
@@ -102,6 +105,19 @@ __device__ inline void copy_box_to(std::uint16_t mask, std::uint32_t to, const C
       : "memory");
 }
 
+// Queues a box to be written, as part of the next group of this thread.
+__device__ inline void store_box(const CUtensorMap* map, std::uint32_t from, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from), "r"(x),
+               "r"(y), "r"(z)
+               : "memory");
+}
+__device__ inline void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ void store_wait_read() {  // until shared memory has been read but for so many groups
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+__device__ inline void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
 // Ordinary writes to shared memory before, reads of the tensor cores and the copy engine after.
 __device__ inline void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
@@ -115,6 +131,9 @@ __device__ inline void cluster_sync() {  // of all threads of all blocks of the 
   asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 }
 __device__ inline void warpgroup_sync(int barrier) { asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); }
+// Of two warpgroups: one arrives and goes on, the other waits for it.
+__device__ inline void warpgroups_arrive(int barrier) { asm volatile("bar.arrive %0, 256;" ::"r"(barrier) : "memory"); }
+__device__ inline void warpgroups_sync(int barrier) { asm volatile("bar.sync %0, 256;" ::"r"(barrier) : "memory"); }
 
 template <int kRegisters>
 __device__ void take_registers() {
