@@ -63,6 +63,10 @@ Device choose_device(Session& session, const core::Config& config) {
       const std::string shared = shared_device(session);
       if (!shared.empty() && automatic) return on_cpu(session, " (" + shared + "; a GPU takes one rank)");
       if (!shared.empty()) throw core::AgreedError(0, shared + ": start one rank a GPU at most", ExitCode::run_failed);
+      if (config.run.deterministic) {  // sums over ranks in one order, whatever NCCL would choose by load and topology
+        setenv("NCCL_ALGO", "Ring", /*overwrite=*/0);
+        setenv("NCCL_PROTO", "Simple", 0);
+      }
       cuda::DeviceInfo mine;
       core::together(session.control(), [&] { mine = cuda::use_device(index_of(session)); });
       if (session.rank() == 0)

@@ -65,6 +65,7 @@ Trainer::Totals Trainer::count(std::span<const io::Batch> batches) {
 }
 
 MicroBatch Trainer::upload(const io::Batch& b) {
+  mesh_.settle();  // the copies below wait for the device, and would wait for ever for a peer that is gone
   const std::int64_t T = b.sequences.back();
   auto put = [&](const std::vector<std::int32_t>& host) {
     const Tensor t = kept_.take(DType::i32, {T});

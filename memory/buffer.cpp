@@ -2,6 +2,7 @@
 #include "memory/buffer.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -29,15 +30,41 @@ void Memory::add(Category c, std::int64_t bytes) {
   }
 }
 
+namespace {
+
+std::string gib(std::int64_t bytes) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.2f GiB", double(bytes) / double(std::int64_t(1) << 30));
+  return text;
+}
+
+// What was asked, who holds what, what to change.
+[[noreturn]] void out_of_memory(const Memory& memory, Category category, std::int64_t bytes) {
+  const bool host = memory.device() == Device::cpu;
+  std::string what = std::string("out of ") + (host ? "host" : "GPU") + " memory: " + gib(bytes) + " asked for " + name_of(category) +
+                     "; held:";
+  for (int c = 0; c < kCategories; ++c)
+    if (memory.now(Category(c)) > 0) what += std::string(" ") + name_of(Category(c)) + " " + gib(memory.now(Category(c))) + ",";
+  what += " " + gib(memory.total()) + " in all";
+  if constexpr (kHasCuda)
+    if (!host) {
+      const cuda::Room room = cuda::room();
+      what += "; the device has " + gib(room.free_bytes) + " of " + gib(room.total_bytes) + " free";
+    }
+  throw Error(what + ". Less is held with memory.activation_checkpointing: full, a smaller training.micro_batch_size or "
+                     "data.sequence_length, parallel.sharding: full, or more ranks; moetrain plan shows each");
+}
+
+}  // namespace
+
 Buffer::Buffer(Memory& memory, Category category, std::int64_t bytes) : memory_(&memory), bytes_(bytes), category_(category) {
   constexpr std::size_t kAlign = 256;
   if (bytes > 0 && memory.device() == Device::cpu) {
     data_ = std::aligned_alloc(kAlign, (std::size_t(bytes) + kAlign - 1) / kAlign * kAlign);
-    if (data_ == nullptr)
-      throw Error("out of host memory: " + std::to_string(bytes) + " bytes asked for " + name_of(category) + ", " +
-                  std::to_string(memory.total()) + " bytes held");
+    if (data_ == nullptr) out_of_memory(memory, category, bytes);
   } else if (bytes > 0 && memory.device() == Device::cuda) {
     if constexpr (kHasCuda) data_ = cuda::allocate(bytes);
+    if (data_ == nullptr) out_of_memory(memory, category, bytes);
   }
   memory.add(category, bytes);
 }

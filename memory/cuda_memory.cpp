@@ -21,15 +21,19 @@ namespace cuda {
 
 void* allocate(std::int64_t bytes) {
   void* data = nullptr;
-  if (const auto status = cudaMallocAsync(&data, std::size_t(bytes), nullptr); status == cudaErrorMemoryAllocation) {
+  const auto status = cudaMallocAsync(&data, std::size_t(bytes), nullptr);
+  if (status == cudaErrorMemoryAllocation) {
     cudaGetLastError();
-    std::size_t free = 0, total = 0;
-    cuda_ok(cudaMemGetInfo(&free, &total));
-    throw Error("out of device memory: " + std::to_string(bytes) + " bytes asked, " + std::to_string(free) + " of " + std::to_string(total) + " free");
-  } else {
-    cuda_ok(status);
+    return nullptr;
   }
+  cuda_ok(status);
   return data;
+}
+
+Room room() {
+  std::size_t free = 0, total = 0;
+  cuda_ok(cudaMemGetInfo(&free, &total));
+  return {std::int64_t(free), std::int64_t(total)};
 }
 
 void release(void* data) noexcept {
