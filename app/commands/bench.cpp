@@ -22,6 +22,7 @@ struct Named {
 };
 constexpr Named kBenches[] = {{"linear", bench_linear},
                               {"grouped_linear", bench_grouped_linear},
+                              {"kda", bench_kda},
                               {"attention", bench_attention},
                               {"sparse_attention", bench_sparse_attention},
                               {"indexer", bench_indexer},
