@@ -33,6 +33,7 @@ constexpr int kBand = 8;                       // pairs of blocks side by side o
 constexpr int kSumColumns = 64, kSumBox = 32;  // of dw in a stage; of one copy of f32: a line
 constexpr int kLag = 1;  // stages that the second warpgroup stays behind: it multiplies while the first one writes
 constexpr int kLagBarrier = 3;
+constexpr int kManyTiles = 3;  // whole ones of a group: its matrix is read once more for the part that comes late
 
 // A block's tile; the part of it that consumers must know travels with the first stage of its operands.
 struct Tile {
@@ -76,22 +77,31 @@ __device__ void sort_groups(const std::int64_t* offsets, int groups, Order& orde
   }
 }
 
-// Tiles in the order of groups; within a group in bands of kBand pairs of blocks, so that neighbours read the same operands.
+// Tiles in the order of groups, but the last and smaller tiles of groups that have many come after all others, when they fill what
+// is left of the processors' time; within a group in bands of kBand pairs of blocks, so that neighbours read the same operands.
 class Schedule {
  public:
   __device__ Schedule(const std::int64_t* offsets, const Sizes& s, const Order* order)
       : offsets_(offsets), order_(order), s_(s), pairs_((s.rows + kPair * kRows - 1) / (kPair * kRows)) {}
   // Tile `index` of this block's pair. Indices must not fall from call to call.
   __device__ Tile tile(std::uint32_t index, std::uint32_t rank) {
-    for (; place_ < s_.groups; ++place_) {
-      const int group = order_ ? order_->group[place_] : place_;
+    for (; place_ < 2 * s_.groups; ++place_) {
+      const bool late = place_ >= s_.groups;
+      const int place = late ? place_ - s_.groups : place_, group = order_ ? order_->group[place] : place;
       const auto begin = int(offsets_[group]), rows = int(offsets_[group + 1]) - begin;
-      const int across = s_.depth > 0 ? (rows + kColumns - 1) / kColumns : rows > 0 ? (s_.columns + kColumns - 1) / kColumns : 0;
+      const int whole = rows / kColumns, part = rows % kColumns > 0;
+      int across = whole + part;
+      if (s_.depth == 0)
+        across = rows > 0 && !late ? (s_.columns + kColumns - 1) / kColumns : 0;
+      else if (whole >= kManyTiles)
+        across = late ? part : whole;
+      else if (late)
+        across = 0;
       const std::int64_t tiles = std::int64_t(across) * pairs_;
       if (index < before_ + tiles) {
         const int at = int(index - before_), band = at / (across * kBand), width = min(kBand, pairs_ - band * kBand);
         const int in_band = at - band * across * kBand, row = ((band * kBand + in_band % width) * kPair + int(rank)) * kRows;
-        const int column = in_band / width * kColumns;
+        const int column = (in_band / width + (late ? whole : 0)) * kColumns;
         if (s_.depth == 0) return {group, row, column, begin, rows};
         return {group, row, 0, begin + column, min(kColumns, rows - column)};
       }
