@@ -56,12 +56,16 @@ void bench_grouped_linear(const Ceilings& ceilings, const Report& report) {
       forward(x, up, both);
       forward(inner, down, y);
     }));
-    report(b.time("grouped_linear dgrad", shape, flops, rows_bytes + 2 * weights, [&] {
-      ops::grouped_linear(b.context(),
-                          ops::GroupedLinearBackward{.dy = y, .w = down, .dx = inner, .offsets = {}, .device_offsets = offsets});
-      ops::grouped_linear(b.context(),
-                          ops::GroupedLinearBackward{.dy = both, .w = up, .dx = x, .offsets = {}, .device_offsets = offsets});
-    }));
+    const auto dgrad = [&](ConstTensor out, ConstTensor w, Tensor in, bool add) {
+      ops::grouped_linear(b.context(), ops::GroupedLinearBackward{
+                                           .dy = out, .w = w, .dx = in, .offsets = {}, .device_offsets = offsets, .add_dx = add});
+    };
+    for (const bool add : {false, true})
+      report(b.time(add ? "grouped_linear dgrad, added" : "grouped_linear dgrad", shape, flops,
+                    rows_bytes + 2 * weights + (add ? double(inner.bytes() + x.bytes()) : 0), [&] {
+                      dgrad(y, down, inner, add);
+                      dgrad(both, up, x, add);
+                    }));
     report(b.time("grouped_linear wgrad", shape, flops, rows_bytes + 8 * weights, [&] {
       ops::grouped_linear(b.context(),
                           ops::GroupedLinearBackward{.dy = y, .x = inner, .dw = ddown, .offsets = {}, .device_offsets = offsets});

@@ -249,16 +249,40 @@ __device__ std::uint32_t packed(float low, float high) {
   return reinterpret_cast<const std::uint32_t&>(both);
 }
 
+// Where a thread's 8 results of each row go: 8 threads a row, 16 rows a step.
+struct RowsOut {
+  __nv_bfloat16* out;  // at the tile's first row and the thread's column
+  std::int64_t width;
+  int rows;  // of the tile that are the group's own; none for columns past the output
+  __device__ RowsOut(void* y, const Sizes& s, const Tile& t) : width(s.rows) {
+    const int half = int(threadIdx.x) / kWarpgroup - 1, column = t.row + half * 64 + int(threadIdx.x) % 8 * 8;
+    out = static_cast<__nv_bfloat16*>(y) + t.begin * width + column;
+    rows = column < s.rows ? t.count : 0;
+  }
+  __device__ static int first() { return int(threadIdx.x) % kWarpgroup / 8; }
+  static constexpr int kStep = kWarpgroup / 8;
+};
+
+// The rows that results will be added to, toward the L2 cache.
+__device__ void prefetch_rows(const RowsOut& to) {
+  for (int row = to.first(); row < to.rows; row += to.kStep)
+    if (threadIdx.x % 8 == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(to.out + row * to.width));
+}
+
 // Transposes 64 results a row of the output through shared memory, 64 rows a round, and writes the rows that are the group's own.
 template <int kCount>
-__device__ __forceinline__ void write_rows(const float (&sums)[kCount], std::uint32_t rounds, int& round, __nv_bfloat16* out,
-                                           bool add, const Sizes& s, const Tile& t) {
-  const int half = int(threadIdx.x) / kWarpgroup - 1, thread = int(threadIdx.x) % kWarpgroup, warp = thread / kWarp,
-            lane = thread % kWarp;
-  const int column = t.row + half * 64 + thread % 8 * 8;  // of the output, of the 8 that this thread writes
+__device__ __forceinline__ void write_rows(const float (&sums)[kCount], std::uint32_t rounds, int& round, const RowsOut& out,
+                                           bool add) {
+  const int half = int(threadIdx.x) / kWarpgroup - 1, warp = int(threadIdx.x) % kWarpgroup / kWarp, lane = int(threadIdx.x) % kWarp;
 #pragma unroll
   for (int first = 0; first < kCount; first += 32, round ^= 1) {
     const std::uint32_t to = rounds + (half * 2 + round) * kRoundBytes;
+    Pack<__nv_bfloat16, 8> old[64 / RowsOut::kStep];
+    if (add) {
+#pragma unroll
+      for (int i = 0; i < 64; i += out.kStep)
+        if (const int row = 2 * first + i + out.first(); row < out.rows) old[i / out.kStep] = load<8>(out.out + row * out.width);
+    }
 #pragma unroll
     for (int j = 0; j < 32; j += 8) {
       if (first + j >= kCount) break;
@@ -271,21 +295,19 @@ __device__ __forceinline__ void write_rows(const float (&sums)[kCount], std::uin
     }
     warpgroup_sync(1 + half);  // waits for all warps' results; the round before last has been read by all who come here
 #pragma unroll
-    for (int i = 0; i < 64; i += kWarpgroup / 8) {
-      const int row = i + thread / 8;
-      if (2 * first + row >= t.count || column >= s.rows) continue;
+    for (int i = 0; i < 64; i += out.kStep) {
+      const int line = i + out.first(), row = 2 * first + line;
+      if (row >= out.rows) continue;
       Pack<__nv_bfloat16, 8> values;
       auto* words = reinterpret_cast<std::uint32_t*>(&values);
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                   : "r"(to + row * kLine + (thread % 8 ^ row % 8) * 16)
+                   : "r"(to + line * kLine + (int(threadIdx.x) % 8 ^ line % 8) * 16)
                    : "memory");
-      __nv_bfloat16* y = out + (std::int64_t(t.begin) + 2 * first + row) * s.rows + column;
-      if (add) {
-        const auto old = load<8>(y);
-        for (int e = 0; e < 8; ++e) values.at[e] = from_float<__nv_bfloat16>(to_float(old.at[e]) + to_float(values.at[e]));
-      }
-      store<8>(y, values);
+      if (add)
+        for (int e = 0; e < 8; ++e)
+          values.at[e] = from_float<__nv_bfloat16>(to_float(old[i / out.kStep].at[e]) + to_float(values.at[e]));
+      store<8>(out.out + row * out.width, values);
     }
   }
 }
@@ -336,11 +358,15 @@ template <Pass kPass, int kWidth>
 __device__ __forceinline__ void consume_tile(Ring& ring, Shared& shared, std::uint32_t stages, int& round, void* out, bool add,
                                              const Sizes& s, const Tile& t, const CUtensorMap& dw, bool leads) {
   float sums[kWidth / 2] = {};
-  multiply<kPass>(sums, ring, shared, stages, s, t, leads);
-  if constexpr (kPass == Pass::wgrad)
+  if constexpr (kPass == Pass::wgrad) {
+    multiply<kPass>(sums, ring, shared, stages, s, t, leads);
     add_sums(sums, ring, shared, stages, dw, s, t);
-  else
-    write_rows(sums, stages + kStages * kStageBytes, round, static_cast<__nv_bfloat16*>(out), add, s, t);
+  } else {
+    const RowsOut rows(out, s, t);
+    if (add) prefetch_rows(rows);
+    multiply<kPass>(sums, ring, shared, stages, s, t, leads);
+    write_rows(sums, stages + kStages * kStageBytes, round, rows, add);
+  }
 }
 
 template <Pass kPass>

@@ -166,8 +166,8 @@ struct CudaCase {
 const std::initializer_list<CudaCase> kCudaCases = {
     {groups_of({1}), 1, 1},       {groups_of({5, 0, 7, 28, 1}), 33, 17},      {groups_of({0, 3, 0, 0, 17, 64, 65, 0}), 64, 128},
     {groups_of({1}), 8, 8},       {groups_of({31, 0, 129, 32, 33}), 72, 200}, {groups_of({300, 1, 0, 255, 256, 257}), 136, 328},
-    {groups_of({520}), 264, 600},
-    {groups_of({770, 40, 768}), 72, 136},  // groups of many whole tiles: the part after them comes late
+    {groups_of({520}), 264, 600}, {groups_of({770, 40, 768}), 72, 136},  // groups of many whole tiles: the part after them comes
+                                                                         // late
 };
 
 void check_close(const GroupedResults& got, const GroupedResults& want) {
