@@ -68,10 +68,9 @@ struct AttnResBackward {
   std::span<const Tensor> dsources;  // Z of (T, D) real; add
   Tensor dgamma;                     // (D) real; adds; absent (with dquery): frozen
   Tensor dquery;                     // (1, D) real; adds
-  std::int64_t parts() const {       // of the tokens, on CUDA: dc is summed over each, then over all
-    constexpr std::int64_t kColumns = 1 << 21, kLeast = 132, kMost = 1056;  // of all parts; blocks that fill an H200
-    const std::int64_t T = dy.shape[0], D = std::max<std::int64_t>(dy.shape[1], 1);
-    return std::min(T, std::clamp(kColumns / D, kLeast, kMost));
+  static constexpr std::int64_t kWide = 4096;  // D above which a block of the CUDA backend takes half a multiprocessor
+  std::int64_t parts() const {  // of the tokens, on CUDA: dc is summed over each, then over all; as many as an H200 runs at once
+    return std::min<std::int64_t>(dy.shape[0], 132 * (dy.shape[1] > kWide ? 2 : 4));
   }
   void take_scratch(Context& ctx) const {  // on CUDA; the CPU backend counts its own
     if (ctx.plans_for == Device::cuda && dgamma.present()) ctx.scratch.take(DType::f32, {parts() + 1, dy.shape[1]});

@@ -12,7 +12,7 @@ using namespace cuda;  // NOLINT: the helpers of this backend
 
 constexpr int kThreads = 256, kPack = 4;
 constexpr std::int64_t kChunk = 1 << 13;  // elements of a block
-constexpr int kMost = 60;                 // shards of a launch: what fits 4 KB of parameters
+constexpr int kMost = 240;                // shards of a launch, in 16 KB of its parameters
 
 struct Shard {
   const void* gradient;

@@ -1,8 +1,9 @@
-// attn_res.cu -- a block a token: one pass over the rows of all sources for their scores, a second one from shared memory for what
-// follows from the softmax. Bound by the bytes of the sources (and, back, by their gradients' eight a value).
+// attn_res.cu -- a block a token: its rows of all sources come to shared memory at once and are read twice there, for their scores
+// and for what follows from the softmax. Bound by the bytes of the sources (and, back, by their gradients' eight a value).
 #include <array>
 
 #include "ops/attn_res.h"
+#include "ops/cuda/instructions.cuh"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/storage.cuh"
 
@@ -13,10 +14,9 @@ using namespace cuda;  // NOLINT: the helpers of this backend
 
 constexpr unsigned int kAll = 0xffffffffU;
 constexpr int kMostSources = 64;  // two a lane of a warp; their pointers travel in the launch's parameters
-constexpr int kMostThreads = 448, kMostWarps = kMostThreads / kWarp, kTogether = 4,
-              kPair = 2;                          // sources whose rows are loaded together
-constexpr std::int64_t kStagedBytes = 100 << 10;  // of shared memory, so that two blocks fit
-constexpr std::int64_t kSharedBytes = 200 << 10;
+constexpr int kForwardThreads = 256, kBackwardThreads = 448;
+constexpr int kTogether = 4;                      // sources whose rows are loaded together
+constexpr std::int64_t kSharedBytes = 200 << 10;  // of one block on sm_90, with room to spare
 
 template <class T>
 struct Rows {
@@ -24,9 +24,9 @@ struct Rows {
 };
 
 // kDots sums over D of every source: each warp's part in `part`, added up by the first warp, two sources a lane.
-template <int kDots>
+template <int kDots, int kThreads>
 struct Dots {
-  float part[kDots][kMostSources][kMostWarps];
+  float part[kDots][kMostSources][kThreads / kWarp];
   __device__ void put(int dot, int n, float x) {
     x = warp_sum(x);
     if (threadIdx.x % kWarp == 0) part[dot][n][threadIdx.x / kWarp] = x;
@@ -38,16 +38,32 @@ struct Dots {
   }
 };
 
-// The first `staged` rows of a token lie in shared memory, where every thread finds the columns that it put there itself; the
-// others are read again.
+// The rows of one token: the first `staged` lie in shared memory, the others are read where they are.
 template <class X>
 struct Staged {
-  const X* const* sources;
-  X* rows;
+  const X* const* rows;
+  X* shared;
   int staged;
   std::int64_t offset, D;  // of the token's row in every source
-  __device__ const X* row(int n) const { return n < staged ? rows + n * D : sources[n] + offset; }
+  __device__ const X* row(int n) const { return n < staged ? shared + n * D : rows[n] + offset; }
 };
+
+// Brings the staged rows to shared memory: by the copy engine, whose barrier is waited for; or each thread the columns that it
+// alone will read, where rows are not in packs.
+template <int kCount, class X>
+__device__ void stage(const Staged<X>& s, std::uint64_t* barrier, unsigned int parity) {
+  if constexpr (kCount > 1) {
+    const int bytes = int(s.D) * int(sizeof(X));
+    if (threadIdx.x == 0) {
+      arrive_and_expect(barrier, s.staged * bytes);
+      for (int n = 0; n < s.staged; ++n) copy_bytes(s.shared + n * s.D, s.rows[n] + s.offset, bytes, barrier);
+    }
+    wait(barrier, parity);
+  } else {
+    for (int n = 0; n < s.staged; ++n)
+      for (std::int64_t d = threadIdx.x; d < s.D; d += blockDim.x) s.shared[n * s.D + d] = s.rows[n][s.offset + d];
+  }
+}
 
 struct Norm {  // the norm that follows, of y; y null: none
   const void* w;
@@ -69,36 +85,38 @@ __global__ void attn_res_product_kernel(const void* gamma, bool half_gamma, cons
   if (d < D) c[d] = load_any<1>(gamma, half_gamma, d).at[0] * load_any<1>(query, half_query, d).at[0];
 }
 
-// grid (T), block (threads_for), shared `staged` rows
+// grid (T), block (up to kForwardThreads), shared `staged` rows
 template <class X, int kCount>
-__global__ void __launch_bounds__(kMostThreads, 2)
+__global__ void __launch_bounds__(kForwardThreads, 3)
     attn_res_forward_kernel(const __grid_constant__ Rows<const X> sources, int Z, int staged, const float* __restrict__ c,
                             X* __restrict__ y, float* __restrict__ weights, float eps, Norm norm, std::int64_t D) {
   extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ Dots<2> dots;
+  __shared__ Dots<2, kForwardThreads> dots;
   __shared__ float weight[kMostSources];
+  __shared__ std::uint64_t barrier;
   const std::int64_t t = blockIdx.x, first = std::int64_t(threadIdx.x) * kCount, step = std::int64_t(blockDim.x) * kCount;
-  const Staged<X> staging{sources.of.data(), reinterpret_cast<X*>(shared), staged, t * D, D};
+  const Staged<X> v{sources.of.data(), reinterpret_cast<X*>(shared), staged, t * D, D};
   y += t * D;
+  if (threadIdx.x == 0) barrier_init(&barrier, 1), barriers_are_initialised();
+  __syncthreads();  // waits for the barrier of the copies
+  stage<kCount>(v, &barrier, 0);
 
   for (int n = 0; n < Z; n += kTogether) {
     float square[kTogether] = {}, dot[kTogether] = {};
     for (std::int64_t d = first; d < D; d += step) {
-      Pack<X, kCount> v[kTogether];
+      Pack<X, kCount> vs[kTogether];
 #pragma unroll
       for (int u = 0; u < kTogether; ++u)
-        if (n + u < Z) v[u] = load<kCount>(sources.of[std::size_t(n + u)] + t * D + d);
+        if (n + u < Z) vs[u] = load<kCount>(v.row(n + u) + d);
       const auto cs = load<kCount>(c + d);
 #pragma unroll
       for (int u = 0; u < kTogether; ++u)
-        if (n + u < Z) {
+        if (n + u < Z)
           for (int i = 0; i < kCount; ++i) {
-            const float x = to_float(v[u].at[i]);
+            const float x = to_float(vs[u].at[i]);
             square[u] += x * x;
             dot[u] += x * cs.at[i];
           }
-          if (n + u < staged) store<kCount>(staging.rows + (n + u) * D + d, v[u]);
-        }
     }
 #pragma unroll
     for (int u = 0; u < kTogether; ++u)
@@ -122,13 +140,13 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   __syncthreads();  // waits for the weights
 
   float square = 0;
-  X* own = staged > 0 ? staging.rows : y;  // where y is read again: its columns of the first row have been used by then
+  X* own = staged > 0 ? v.shared : y;  // where y is read again: its columns of the first row have been used by then
   for (std::int64_t d = first; d < D; d += step) {
     Floats<kCount> sum{};
 #pragma unroll 4
     for (int n = 0; n < Z; ++n) {
-      const auto v = load_floats<kCount>(staging.row(n) + d);
-      for (int i = 0; i < kCount; ++i) sum.at[i] += weight[n] * v.at[i];
+      const auto vs = load_floats<kCount>(v.row(n) + d);
+      for (int i = 0; i < kCount; ++i) sum.at[i] += weight[n] * vs.at[i];
     }
     store_floats<kCount>(y + d, sum);
     if (!norm.y) continue;
@@ -150,50 +168,54 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   if (threadIdx.x == 0) norm.r[t] = r;
 }
 
-// grid (parts), block (threads_for), shared D floats of dc where it is wanted, then `staged` rows: block b takes tokens b, b +
-// gridDim.x, ... and writes row b of dc_parts (gridDim.x, D)
+// grid (parts), block (up to kBackwardThreads), shared D floats of dc where it is wanted, then `staged` rows: block b takes tokens
+// b, b + gridDim.x, ... and writes row b of dc_parts (gridDim.x, D).
 template <class X, int kCount>
-__global__ void __launch_bounds__(kMostThreads, 2)
-    attn_res_backward_kernel(const X* __restrict__ dy, const __grid_constant__ Rows<const X> sources,
+__global__ void __launch_bounds__(kBackwardThreads, 2)
+    attn_res_backward_kernel(const __grid_constant__ Rows<const X> sources, const X* __restrict__ dy,
                              const __grid_constant__ Rows<float> dsources, int Z, int staged, const float* __restrict__ c,
                              const float* __restrict__ weights, float eps, float* __restrict__ dc_parts, std::int64_t T,
                              std::int64_t D) {
   extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ Dots<3> dots;
+  __shared__ Dots<3, kBackwardThreads> dots;
   __shared__ float by_dy[kMostSources], by_c[kMostSources], by_v[kMostSources];
+  __shared__ std::uint64_t barrier;
   auto* dc = reinterpret_cast<float*>(shared);  // each element has one owning thread: no barrier
   auto* rows = reinterpret_cast<X*>(dc_parts ? dc + D : dc);
   const std::int64_t first = std::int64_t(threadIdx.x) * kCount, step = std::int64_t(blockDim.x) * kCount;
   if (dc_parts)
     for (std::int64_t d = first; d < D; d += step) store<kCount>(dc + d, Floats<kCount>{});
+  if (threadIdx.x == 0) barrier_init(&barrier, 1), barriers_are_initialised();
 
-  for (std::int64_t t = blockIdx.x; t < T; t += gridDim.x) {
-    const Staged<X> staging{sources.of.data(), rows, staged, t * D, D};
+  unsigned int parity = 0;
+  for (std::int64_t t = blockIdx.x; t < T; t += gridDim.x, parity ^= 1) {
+    const Staged<X> v{sources.of.data(), rows, staged, t * D, D};
+    const X* dy_row = dy + t * D;
+    __syncthreads();  // waits for the barrier of the copies, and for the readers of the last token's rows and factors
+    stage<kCount>(v, &barrier, parity);
     for (int n = 0; n < Z; n += kTogether) {
       float square[kTogether] = {}, dot[kTogether] = {}, pull[kTogether] = {};
       for (std::int64_t d = first; d < D; d += step) {
-        Pack<X, kCount> v[kTogether];
+        Pack<X, kCount> vs[kTogether];
 #pragma unroll
         for (int u = 0; u < kTogether; ++u)
-          if (n + u < Z) v[u] = load<kCount>(sources.of[std::size_t(n + u)] + t * D + d);
-        const auto cs = load<kCount>(c + d), dys = load_floats<kCount>(dy + t * D + d);
+          if (n + u < Z) vs[u] = load<kCount>(v.row(n + u) + d);
+        const auto cs = load<kCount>(c + d), dys = load_floats<kCount>(dy_row + d);
 #pragma unroll
         for (int u = 0; u < kTogether; ++u)
-          if (n + u < Z) {
+          if (n + u < Z)
             for (int i = 0; i < kCount; ++i) {
-              const float x = to_float(v[u].at[i]);
+              const float x = to_float(vs[u].at[i]);
               square[u] += x * x;
               dot[u] += x * cs.at[i];
               pull[u] += x * dys.at[i];
             }
-            if (n + u < staged) store<kCount>(rows + (n + u) * D + d, v[u]);
-          }
       }
 #pragma unroll
       for (int u = 0; u < kTogether; ++u)
         if (n + u < Z) dots.put(0, n + u, square[u]), dots.put(1, n + u, dot[u]), dots.put(2, n + u, pull[u]);
     }
-    __syncthreads();  // waits for the dots of every warp, and for the last token's readers of the factors
+    __syncthreads();  // waits for the dots of every warp
 
     if (threadIdx.x < kWarp) {
       float pull[2], y_dy = 0;
@@ -209,27 +231,23 @@ __global__ void __launch_bounds__(kMostThreads, 2)
           by_v[n] = -ds * r * r * (r * dots.get(1, n)) / float(D);
         }
     }
-    __syncthreads();  // waits for the factors, and for the readers of the dots
+    __syncthreads();  // waits for the factors
 
     for (std::int64_t d = first; d < D; d += step) {
-      const auto cs = load<kCount>(c + d), dys = load_floats<kCount>(dy + t * D + d);
+      const auto cs = load<kCount>(c + d), dys = load_floats<kCount>(dy_row + d);
       Floats<kCount> sum{};
-      for (int n = 0; n < Z; n += kPair) {
-        Floats<kCount> dv[kPair];
-        Pack<X, kCount> v[kPair];
+      for (int n = 0; n < Z; n += kTogether) {
+        Floats<kCount> dv[kTogether];
 #pragma unroll
-        for (int u = 0; u < kPair; ++u)
-          if (n + u < Z) {
-            dv[u] = load<kCount>(dsources.of[std::size_t(n + u)] + t * D + d);
-            v[u] = load<kCount>(staging.row(n + u) + d);
-          }
+        for (int u = 0; u < kTogether; ++u)
+          if (n + u < Z) dv[u] = load<kCount>(dsources.of[std::size_t(n + u)] + t * D + d);
 #pragma unroll
-        for (int u = 0; u < kPair; ++u)
+        for (int u = 0; u < kTogether; ++u)
           if (n + u < Z) {
+            const auto vs = load_floats<kCount>(v.row(n + u) + d);
             for (int i = 0; i < kCount; ++i) {
-              const float x = to_float(v[u].at[i]);
-              dv[u].at[i] += by_dy[n + u] * dys.at[i] + by_c[n + u] * cs.at[i] + by_v[n + u] * x;
-              sum.at[i] += by_c[n + u] * x;
+              dv[u].at[i] += by_dy[n + u] * dys.at[i] + by_c[n + u] * cs.at[i] + by_v[n + u] * vs.at[i];
+              sum.at[i] += by_c[n + u] * vs.at[i];
             }
             store<kCount>(dsources.of[std::size_t(n + u)] + t * D + d, dv[u]);
           }
@@ -264,10 +282,15 @@ __global__ void attn_res_backward_weights_kernel(const float* __restrict__ dc_pa
   dquery[d] += dc * load_any<1>(gamma, half_gamma, d).at[0];
 }
 
-// Threads of a block, so that each owns about `packs` packs of a row.
-unsigned int threads_for(std::int64_t D, int count, std::int64_t packs) {
-  const std::int64_t threads = (D + count * packs - 1) / (count * packs);
-  return static_cast<unsigned int>(std::clamp<std::int64_t>((threads + kWarp - 1) / kWarp * kWarp, kWarp, kMostThreads));
+// Threads of a block, so that each owns about four packs of a row.
+unsigned int threads_for(std::int64_t D, int count, int most) {
+  const std::int64_t threads = (D + count * 4 - 1) / (count * 4);
+  return static_cast<unsigned int>(std::clamp<std::int64_t>((threads + kWarp - 1) / kWarp * kWarp, kWarp, most));
+}
+
+// How many of Z rows lie in what a block has of shared memory.
+std::int64_t staged_rows(std::int64_t Z, std::int64_t row_bytes, std::int64_t bytes) {
+  return std::min(Z, std::max<std::int64_t>(bytes, 0) / std::max<std::int64_t>(row_bytes, 1));
 }
 
 bool half(ConstTensor t) {
@@ -298,9 +321,10 @@ void forward(Context& ctx, const AttnResForward& a) {
   const float* c = product_of(ctx, a.gamma, a.query);
   Norm norm{};
   if (a.norm) norm = {a.norm->w.data, half(a.norm->w), a.norm->y.data, a.norm->r.as<float>(), float(a.norm->eps)};
-  const std::int64_t staged = std::min(Z, kStagedBytes / std::max<std::int64_t>(row, 1));
-  launch(ctx, attn_res_forward_kernel<device_t<X>, kCount>, {blocks(T, 1), threads_for(D, kCount, 2), std::size_t(staged * row)},
-         rows_of<X>(a.sources), int(Z), int(staged), c, device_pointer<X>(a.y), a.weights.as<float>(), float(a.eps), norm, D);
+  const std::int64_t staged = staged_rows(Z, row, 104 << 10);  // two blocks a multiprocessor at least
+  launch(ctx, attn_res_forward_kernel<device_t<X>, kCount>,
+         {blocks(T, 1), threads_for(D, kCount, kForwardThreads), std::size_t(staged * row)}, rows_of<X>(a.sources), int(Z),
+         int(staged), c, device_pointer<X>(a.y), a.weights.as<float>(), float(a.eps), norm, D);
 }
 
 template <class X, int kCount>
@@ -319,10 +343,12 @@ void backward(Context& ctx, const AttnResBackward& a) {
   }
   Rows<float> dsources{};
   for (std::size_t n = 0; n < a.dsources.size(); ++n) dsources.of[n] = a.dsources[n].as<float>();
-  const std::int64_t staged = std::min(Z, std::max<std::int64_t>(kStagedBytes - shared, 0) / std::max<std::int64_t>(row, 1));
+  const std::int64_t staged = staged_rows(Z, row, (D > a.kWide ? 98 << 10 : 43 << 10) - shared);  // for the blocks of parts()
   launch(ctx, attn_res_backward_kernel<device_t<X>, kCount>,
-         {blocks(a.parts(), 1), threads_for(D, kCount, 4), std::size_t(shared + staged * row)}, device_pointer<X>(a.dy),
-         rows_of<X>(a.sources), dsources, int(Z), int(staged), c, a.weights.as<float>(), float(a.eps), dc_parts, T, D);
+         {blocks(a.parts(), 1), threads_for(D, kCount, D > a.kWide ? kBackwardThreads : kBackwardThreads / 2),
+          std::size_t(shared + staged * row)},
+         rows_of<X>(a.sources), device_pointer<X>(a.dy), dsources, int(Z), int(staged), c, a.weights.as<float>(), float(a.eps),
+         dc_parts, T, D);
   if (dc_parts)
     launch(ctx, attn_res_backward_weights_kernel, {blocks(D, kWarp), dim3(kWarp, kSumRows)}, dc_parts, a.gamma.data, half(a.gamma),
            a.query.data, half(a.query), a.dgamma.as<float>(), a.dquery.as<float>(), a.parts(), D);

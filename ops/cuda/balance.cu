@@ -186,23 +186,24 @@ __global__ void sign_update_kernel(const std::int64_t* __restrict__ counts, floa
 }
 
 // one block (kThreads): shares of the slots an expert got; zeros when there are none
-__global__ void share_of_all_kernel(const std::int64_t* __restrict__ counts, double* __restrict__ frequency, int E) {
+__global__ void share_of_all_kernel(const std::int64_t* __restrict__ counts, float* __restrict__ frequency, int E) {
   const std::int64_t total = total_of(counts, E);
-  for (int e = threadIdx.x; e < E; e += kThreads) frequency[e] = total > 0 ? double(counts[e]) / double(total) : 0;
+  for (int e = threadIdx.x; e < E; e += kThreads) frequency[e] = total > 0 ? float(double(counts[e]) / double(total)) : 0;
 }
 
-// grid (ceil(E / kThreads), groups), block (kThreads): counts (groups, E) become shares of the slots of their group, in place
-__global__ void share_of_group_kernel(double* frequency, const __grid_constant__ Groups groups, std::int64_t K, int E) {
+// grid (ceil(E / kThreads), groups), block (kThreads): shares of the slots of each group
+__global__ void share_of_group_kernel(const Count* __restrict__ counts, float* __restrict__ frequency,
+                                      const __grid_constant__ Groups groups, std::int64_t K, int E) {
   const int e = int(blockIdx.x) * kThreads + threadIdx.x;
   if (e >= E) return;
-  double* f = frequency + std::int64_t(blockIdx.y) * E + e;
+  const std::int64_t at = std::int64_t(blockIdx.y) * E + e;
   const std::int64_t slots = (groups.offset[blockIdx.y + 1] - groups.offset[blockIdx.y]) * K;
-  *f = double(*reinterpret_cast<const Count*>(f)) / double(max(slots, std::int64_t(1)));
+  frequency[at] = float(double(counts[at]) / double(max(slots, std::int64_t(1))));
 }
 
 // grid (ceil(tokens / kWarps)), block (kThreads), a warp a token of the groups; `stride` of frequency between groups: E, or 0 where
 // all share one row
-__global__ void auxiliary_loss_kernel(const float* __restrict__ logits, const double* __restrict__ frequency, std::int64_t stride,
+__global__ void auxiliary_loss_kernel(const float* __restrict__ logits, const float* __restrict__ frequency, std::int64_t stride,
                                       const __grid_constant__ Groups groups, double scale, double* __restrict__ rows,
                                       float* __restrict__ dlogits, int E) {
   const std::int64_t t = groups.offset[0] + std::int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
@@ -216,19 +217,22 @@ __global__ void auxiliary_loss_kernel(const float* __restrict__ logits, const do
       high = middle - 1;
   }
   scale = scale * double(E) / double(groups.offset[low + 1] - groups.offset[low]);
-  const double* f = frequency + low * stride;
+  const float* f = frequency + low * stride;
   const int lane = threadIdx.x % kWarp;
   logits += t * E;
   float sum = 0, dot = 0;
-  for (int e = lane; e < E; e += kWarp) sum += sigmoid(logits[e]);
+  for (int e = lane; e < E; e += kWarp) {
+    const float s = sigmoid(logits[e]);
+    sum += s;
+    dot += f[e] * s;
+  }
   sum = warp_sum(sum) + 1e-20F;
-  for (int e = lane; e < E; e += kWarp) dot += float(f[e]) * (sigmoid(logits[e]) / sum);
-  dot = warp_sum(dot);
+  dot = warp_sum(dot) / sum;
   if (lane == 0) rows[t] = scale * double(dot);
   if (!dlogits) return;
   dlogits += t * E;
   for (int e = lane; e < E; e += kWarp)
-    dlogits[e] += float(scale) * (float(f[e]) - dot) * (sigmoid(logits[e]) / sum) * sigmoid(-logits[e]);  // sigmoid(-x): 1 - s
+    dlogits[e] += float(scale) * (f[e] - dot) * (sigmoid(logits[e]) / sum) * sigmoid(-logits[e]);  // sigmoid(-x): 1 - s
 }
 
 // grid (ceil(T / kWarps)), block (kThreads), a warp a token
@@ -307,7 +311,8 @@ void cuda::auxiliary_loss(Context& ctx, const AuxiliaryLoss& a) {
   if (T == 0) return;
   Scope scope(ctx.scratch);
   const auto scratch = a.take_scratch(ctx);
-  auto* frequency = scratch.frequency.as<double>();
+  auto* counts = static_cast<Count*>(scratch.frequency.data);  // of 8 bytes each, as frequencies are on the CPU
+  float* frequency = ctx.scratch.take(DType::f32, scratch.frequency.shape).as<float>();
   const bool given = a.counts.present();
   if (given) launch(ctx, share_of_all_kernel, {1, kThreads}, a.counts.as<std::int64_t>(), frequency, int(E));
   constexpr std::size_t kTogether = AuxiliaryLoss::kGroupsTogether;
@@ -318,9 +323,9 @@ void cuda::auxiliary_loss(Context& ctx, const AuxiliaryLoss& a) {
     if (tokens == 0) continue;
     if (!given) {
       const auto rows = static_cast<unsigned int>(groups.count);
-      cuda_ok(cudaMemsetAsync(frequency, 0, std::size_t(groups.count * E) * sizeof(double), ctx.stream));
-      count_slots(ctx, a.experts, groups, reinterpret_cast<Count*>(frequency), E);
-      launch(ctx, share_of_group_kernel, {dim3(blocks(E, kThreads), rows), kThreads}, frequency, groups, K, int(E));
+      cuda_ok(cudaMemsetAsync(counts, 0, std::size_t(groups.count * E) * sizeof(Count), ctx.stream));
+      count_slots(ctx, a.experts, groups, counts, E);
+      launch(ctx, share_of_group_kernel, {dim3(blocks(E, kThreads), rows), kThreads}, counts, frequency, groups, K, int(E));
     }
     launch(ctx, auxiliary_loss_kernel, {blocks(tokens, kWarps), kThreads}, a.logits.as<float>(), frequency, given ? 0 : E, groups,
            a.scale, scratch.rows.as<double>(), device_pointer<float>(a.dlogits), int(E));

@@ -29,10 +29,11 @@ void with_unit(std::uint64_t bits, Body&& body) {
 inline std::uint64_t address(const void* p) { return reinterpret_cast<std::uintptr_t>(p); }
 
 constexpr unsigned int kRowThreads = 256;
-// Threads of a block that share rows of so many units, about four units a thread: (a row, rows of a block).
+// Threads of a block that share rows of so many units: a unit a thread in a warp's width, then up to four: (a row, rows of a
+// block).
 inline dim3 threads_for_rows(std::int64_t units) {
-  const auto wanted = static_cast<unsigned int>(std::min<std::int64_t>((units + 3) / 4, kRowThreads / 2));
-  const unsigned int of_row = std::bit_ceil(std::max(wanted, 1U));
+  const std::int64_t wanted = std::min<std::int64_t>(units, std::max<std::int64_t>(32, units / 4));
+  const unsigned int of_row = std::bit_ceil(static_cast<unsigned int>(std::clamp<std::int64_t>(wanted, 1, kRowThreads / 2)));
   return {of_row, kRowThreads / of_row};
 }
 

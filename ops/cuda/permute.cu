@@ -10,34 +10,27 @@ using namespace cuda;  // NOLINT: the helpers of this backend
 
 constexpr unsigned int kAll = 0xffffffffU;
 constexpr int kWarps = 8, kThreads = kWarps * kWarp;
-constexpr int kRun = 512, kTile = kWarps * kRun;                             // consecutive slots of a warp, and of a block
+constexpr int kScanThreads = kWarp * kWarp;
+constexpr std::int64_t kMostRun = 512;  // consecutive slots of a warp; a block has a tile of kWarps runs
 constexpr std::int64_t kMostExperts = (200 << 10) / (kWarps * sizeof(int));  // whose counters fit a block's shared memory
 
-// out(i, sum of in(0 .. i-1)) for i < n, by one warp; the sum of all in every lane.
-template <class In, class Out>
-__device__ std::int64_t exclusive_scan(std::int64_t n, In in, Out out) {
+// The sum of x over the lanes up to this one.
+__device__ std::int64_t inclusive_scan(std::int64_t x) {
   const int lane = threadIdx.x % kWarp;
-  std::int64_t before = 0;
-  for (std::int64_t base = 0; base < n; base += kWarp) {
-    const std::int64_t x = base + lane < n ? in(base + lane) : 0;
-    std::int64_t sum = x;
-    for (int up = 1; up < kWarp; up *= 2) {
-      const std::int64_t other = __shfl_up_sync(kAll, sum, up);
-      if (lane >= up) sum += other;
-    }
-    if (base + lane < n) out(base + lane, before + sum - x);
-    before += __shfl_sync(kAll, sum, kWarp - 1);
+  for (int up = 1; up < kWarp; up *= 2) {
+    const std::int64_t other = __shfl_up_sync(kAll, x, up);
+    if (lane >= up) x += other;
   }
-  return before;
+  return x;
 }
 
 // grid (tiles), block (kThreads), shared E ints: in_tile[e, tile] = slots of expert e in the tile
 __global__ void sort_slots_count_kernel(const std::int32_t* __restrict__ experts, int* __restrict__ in_tile, std::int64_t slots,
-                                        std::int64_t E) {
+                                        std::int64_t E, std::int64_t run) {
   extern __shared__ int count[];
   for (std::int64_t e = threadIdx.x; e < E; e += kThreads) count[e] = 0;
   __syncthreads();  // waits for the zeros
-  const std::int64_t begin = std::int64_t(blockIdx.x) * kTile, end = std::min(slots, begin + kTile);
+  const std::int64_t begin = std::int64_t(blockIdx.x) * kWarps * run, end = min(slots, begin + kWarps * run);
   for (std::int64_t i = begin + threadIdx.x; i < end; i += kThreads) atomicAdd(&count[experts[i]], 1);
   __syncthreads();  // waits for every count
   for (std::int64_t e = threadIdx.x; e < E; e += kThreads) in_tile[e * gridDim.x + blockIdx.x] = count[e];
@@ -45,30 +38,45 @@ __global__ void sort_slots_count_kernel(const std::int32_t* __restrict__ experts
 
 // grid (ceil(E / kWarps)), block (kThreads), a warp an expert: in_tile becomes the slots in the tiles before; counts[e] the sum
 __global__ void sort_slots_scan_kernel(int* in_tile, std::int64_t* __restrict__ counts, std::int64_t tiles, std::int64_t E) {
-  const std::int64_t e = std::int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  const std::int64_t e = std::int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   if (e >= E) return;
   int* row = in_tile + e * tiles;
-  const std::int64_t all = exclusive_scan(
-      tiles, [&](std::int64_t i) { return std::int64_t(row[i]); }, [&](std::int64_t i, std::int64_t sum) { row[i] = int(sum); });
-  if (threadIdx.x % kWarp == 0) counts[e] = all;
+  std::int64_t before = 0;
+  for (std::int64_t base = 0; base < tiles; base += kWarp) {
+    const std::int64_t tile = base + lane, count = tile < tiles ? row[tile] : 0, sum = inclusive_scan(count);
+    if (tile < tiles) row[tile] = int(before + sum - count);
+    before += __shfl_sync(kAll, sum, kWarp - 1);
+  }
+  if (lane == 0) counts[e] = before;
 }
 
-// one warp
+// one block (kScanThreads)
 __global__ void sort_slots_offsets_kernel(const std::int64_t* __restrict__ counts, std::int64_t* __restrict__ offsets,
                                           std::int64_t E) {
-  const std::int64_t all = exclusive_scan(
-      E, [&](std::int64_t e) { return counts[e]; }, [&](std::int64_t e, std::int64_t sum) { offsets[e] = sum; });
-  if (threadIdx.x == 0) offsets[E] = all;
+  __shared__ std::int64_t of_warp[kScanThreads / kWarp];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  std::int64_t before = 0;  // of the experts of earlier rounds
+  for (std::int64_t base = 0; base < E; base += kScanThreads) {
+    const std::int64_t e = base + threadIdx.x, count = e < E ? counts[e] : 0, sum = inclusive_scan(count);
+    if (lane == kWarp - 1) of_warp[warp] = sum;
+    __syncthreads();  // waits for the sum of every warp
+    const std::int64_t up_to = inclusive_scan(of_warp[lane]);
+    const std::int64_t of_earlier = __shfl_sync(kAll, up_to, max(warp - 1, 0));
+    if (e < E) offsets[e] = before + (warp > 0 ? of_earlier : 0) + sum - count;
+    before += __shfl_sync(kAll, up_to, kWarp - 1);
+    __syncthreads();  // waits for the readers of the sums
+  }
+  if (threadIdx.x == 0) offsets[E] = before;
 }
 
 // Walks the run of a warp, 32 slots a step in their order, and moves the warp's counter of each slot's expert past it; with kPlace
 // the counters are rows, and slot_row is written.
 template <bool kPlace>
-__device__ void for_run(const std::int32_t* __restrict__ experts, std::int64_t slots, int* counters,
+__device__ void for_run(const std::int32_t* __restrict__ experts, std::int64_t slots, std::int64_t run, int* counters,
                         std::int64_t* __restrict__ slot_row) {
   const int lane = threadIdx.x % kWarp;
-  const std::int64_t begin = (std::int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp) * kRun;
-  for (std::int64_t base = begin; base < begin + kRun && base < slots; base += kWarp) {
+  const std::int64_t begin = (std::int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp) * run;
+  for (std::int64_t base = begin; base < begin + run && base < slots; base += kWarp) {
     const std::int64_t i = base + lane;
     const int expert = i < slots ? experts[i] : -1;
     const unsigned int peers = __match_any_sync(kAll, expert);
@@ -83,12 +91,12 @@ __device__ void for_run(const std::int32_t* __restrict__ experts, std::int64_t s
 // grid (tiles), block (kThreads), shared kWarps * E ints: next[w, e] is the row of warp w's next slot of expert e
 __global__ void sort_slots_place_kernel(const std::int32_t* __restrict__ experts, const int* __restrict__ before_tile,
                                         const std::int64_t* __restrict__ offsets, std::int64_t* __restrict__ slot_row,
-                                        std::int64_t slots, std::int64_t E) {
+                                        std::int64_t slots, std::int64_t E, std::int64_t run) {
   extern __shared__ int next[];
   int* mine = next + threadIdx.x / kWarp * E;
   for (std::int64_t i = threadIdx.x; i < kWarps * E; i += kThreads) next[i] = 0;
   __syncthreads();  // waits for the zeros
-  for_run<false>(experts, slots, mine, slot_row);
+  for_run<false>(experts, slots, run, mine, slot_row);
   __syncthreads();  // waits for the counts of every warp
   for (std::int64_t e = threadIdx.x; e < E; e += kThreads) {
     int row = int(offsets[e]) + before_tile[e * gridDim.x + blockIdx.x];
@@ -99,7 +107,7 @@ __global__ void sort_slots_place_kernel(const std::int32_t* __restrict__ experts
     }
   }
   __syncthreads();  // waits for the first row of every warp and expert
-  for_run<true>(experts, slots, mine, slot_row);
+  for_run<true>(experts, slots, run, mine, slot_row);
 }
 
 // grid (ceil(T / blockDim.y)), block (threads_for_rows): a unit of x is read once and written to its K rows
@@ -172,7 +180,7 @@ __global__ void collect_rows_backward_kernel(const X* __restrict__ dy, const X* 
 template <class X, int kCount>
 void collect(Context& ctx, const CollectRows& a) {
   const std::int64_t T = a.y.shape[0], D = a.y.shape[1], K = a.slot_row.shape[1];
-  const dim3 threads = threads_for_rows(4 * ((D + kCount - 1) / kCount));  // a pack a thread: each sums K rows
+  const dim3 threads = threads_for_rows((D + kCount - 1) / kCount);
   launch(ctx, collect_rows_kernel<device_t<X>, kCount>, {blocks(T, threads.y), threads}, device_pointer<X>(a.rows),
          a.slot_row.as<std::int64_t>(), device_pointer<float>(a.weights), device_pointer<X>(a.y), T, K, D);
 }
@@ -188,20 +196,21 @@ void collect_backward(Context& ctx, const CollectRowsBackward& a) {
 }  // namespace
 
 void cuda::sort_slots(Context& ctx, const SortSlots& a) {
-  const std::int64_t E = a.counts.shape[0], slots = a.experts.count(),
-                     tiles = std::max<std::int64_t>((slots + kTile - 1) / kTile, 1);
+  const std::int64_t E = a.counts.shape[0], slots = a.experts.count();
+  const std::int64_t run = std::clamp<std::int64_t>(slots / (132 * kWarps) / kWarp * kWarp, kWarp, kMostRun);  // fills an H200
+  const std::int64_t tiles = std::max<std::int64_t>(blocks(slots, kWarps * run), 1);
   check(E <= kMostExperts, "sort_slots: more experts than a block counts", {{"E", E}, {"most", kMostExperts}});
   check(slots <= 0x7fffffff, "sort_slots: more slots than fit 32 bits", {{"slots", slots}});
   Scope scope(ctx.scratch);
   int* in_tile = ctx.scratch.take(DType::i32, {E, tiles}).as<std::int32_t>();
   const Tensor offsets = a.offsets.present() ? a.offsets : ctx.scratch.take(DType::i64, {E + 1});
   const auto* experts = a.experts.as<std::int32_t>();
-  launch(ctx, sort_slots_count_kernel, {blocks(tiles, 1), kThreads, std::size_t(E) * sizeof(int)}, experts, in_tile, slots, E);
+  launch(ctx, sort_slots_count_kernel, {blocks(tiles, 1), kThreads, std::size_t(E) * sizeof(int)}, experts, in_tile, slots, E, run);
   launch(ctx, sort_slots_scan_kernel, {blocks(E, kWarps), kThreads}, in_tile, a.counts.as<std::int64_t>(), tiles, E);
-  launch(ctx, sort_slots_offsets_kernel, {1, kWarp}, a.counts.as<std::int64_t>(), offsets.as<std::int64_t>(), E);
+  launch(ctx, sort_slots_offsets_kernel, {1, kScanThreads}, a.counts.as<std::int64_t>(), offsets.as<std::int64_t>(), E);
   if (slots > 0)
     launch(ctx, sort_slots_place_kernel, {blocks(tiles, 1), kThreads, std::size_t(kWarps * E) * sizeof(int)}, experts, in_tile,
-           offsets.as<std::int64_t>(), a.slot_row.as<std::int64_t>(), slots, E);
+           offsets.as<std::int64_t>(), a.slot_row.as<std::int64_t>(), slots, E, run);
 }
 
 void cuda::spread_rows(Context& ctx, const SpreadRows& a) {
