@@ -50,21 +50,27 @@ __device__ Floats<kCount> load_any(const void* from, DType type, std::int64_t i)
                              : load_floats<kCount>(static_cast<const float*>(from) + i);
 }
 
+// A pack of every tensor of a shard.
 template <int kCount>
-__device__ void update(const Shard& s, const Rates& r, std::int64_t i) {
-  const auto gradient = load_any<kCount>(s.gradient, s.gradient_type, i);
-  auto master = load<kCount>(s.master + i), exp_avg = load<kCount>(s.exp_avg + i), exp_avg_sq = load<kCount>(s.exp_avg_sq + i);
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    const State next = updated({master.at[j], exp_avg.at[j], exp_avg_sq.at[j]}, gradient.at[j], r, s.decay);
-    master.at[j] = next.master, exp_avg.at[j] = next.exp_avg, exp_avg_sq.at[j] = next.exp_avg_sq;
+struct Elements {
+  Floats<kCount> gradient, master, exp_avg, exp_avg_sq;
+  __device__ void read(const Shard& s, std::int64_t i) {
+    gradient = load_any<kCount>(s.gradient, s.gradient_type, i);
+    master = load<kCount>(s.master + i), exp_avg = load<kCount>(s.exp_avg + i), exp_avg_sq = load<kCount>(s.exp_avg_sq + i);
   }
-  store<kCount>(s.master + i, master);
-  store<kCount>(s.exp_avg + i, exp_avg);
-  store<kCount>(s.exp_avg_sq + i, exp_avg_sq);
-  if (s.weight_type == DType::bf16) store_floats<kCount>(static_cast<__nv_bfloat16*>(s.weight) + i, master);
-  if (s.weight_type == DType::f32) store_floats<kCount>(static_cast<float*>(s.weight) + i, master);
-}
+  __device__ void update_and_write(const Shard& s, const Rates& r, std::int64_t i) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const State next = updated({master.at[j], exp_avg.at[j], exp_avg_sq.at[j]}, gradient.at[j], r, s.decay);
+      master.at[j] = next.master, exp_avg.at[j] = next.exp_avg, exp_avg_sq.at[j] = next.exp_avg_sq;
+    }
+    store<kCount>(s.master + i, master);
+    store<kCount>(s.exp_avg + i, exp_avg);
+    store<kCount>(s.exp_avg_sq + i, exp_avg_sq);
+    if (s.weight_type == DType::bf16) store_floats<kCount>(static_cast<__nv_bfloat16*>(s.weight) + i, master);
+    if (s.weight_type == DType::f32) store_floats<kCount>(static_cast<float*>(s.weight) + i, master);
+  }
+};
 
 // grid (chunks of all shards), block (kThreads). Bound by its bytes.
 __global__ void __launch_bounds__(kThreads)
@@ -81,8 +87,19 @@ __global__ void __launch_bounds__(kThreads)
   if (scale) rates.scale = float(double(rates.scale) * *scale);
   const std::int64_t begin = std::int64_t(int(blockIdx.x) - s.first_chunk) * kChunk, end = min(s.count, begin + kChunk);
   const std::int64_t rest = s.packed ? begin + (end - begin) / kPack * kPack : begin;
-  for (std::int64_t i = begin + threadIdx.x * kPack; i < rest; i += kThreads * kPack) update<kPack>(s, rates, i);
-  for (std::int64_t i = rest + threadIdx.x; i < end; i += kThreads) update<1>(s, rates, i);
+  constexpr std::int64_t kStep = kThreads * kPack;
+  for (std::int64_t i = begin + threadIdx.x * kPack; i < rest; i += 2 * kStep) {
+    Elements<kPack> here, there;  // both are under way before the first is used
+    here.read(s, i);
+    if (i + kStep < rest) there.read(s, i + kStep);
+    here.update_and_write(s, rates, i);
+    if (i + kStep < rest) there.update_and_write(s, rates, i + kStep);
+  }
+  for (std::int64_t i = rest + threadIdx.x; i < end; i += kThreads) {
+    Elements<1> last;
+    last.read(s, i);
+    last.update_and_write(s, rates, i);
+  }
 }
 
 }  // namespace
