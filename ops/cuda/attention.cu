@@ -1,7 +1,8 @@
 // attention.cu -- attention for heads of any widths in f32 (plain FFMA) and bf16 (mma.sync): tiles of 64 rows by 64 columns, a
-// chunk of 64 of the width at a time, outputs gathered in shared memory. What tensor cores like best is in attention_wgmma.cu.
+// chunk of 64 of the width at a time, outputs gathered in shared memory. What tensor cores like best is in
+// attention_forward.cu and attention_backward.cu.
 #include "ops/cuda/attention.cuh"
-#include "ops/cuda/instructions.cuh"
+#include "ops/cuda/attention_products.cuh"
 
 namespace moetrain::ops {
 namespace {
@@ -49,20 +50,27 @@ __device__ int lane() { return int(threadIdx.x) % kWarp; }
 __device__ int row_of(int i) { return 16 * warp() + lane() / 4 + 8 * (i / 2); }
 __device__ int column_of(int j, int i) { return 8 * j + lane() % 4 * 2 + i % 2; }
 
-// tile = from[0:64, 0:64], zeros past its rows and columns
+// tile = from[0:64, 0:64], zeros past its rows and columns; there after staged()
 template <class X>
 __device__ void stage(X (*tile)[Tiles<X>::kRow], const X* from, std::int64_t row, std::int64_t rows, int columns, bool in_packs) {
-  constexpr int kPack = 16 / sizeof(X), kPacks = kTile / kPack;
-  for (int i = int(threadIdx.x); i < kTile * kPacks; i += kThreads) {
-    const int r = i / kPacks, c = i % kPacks * kPack;
-    Pack<X, kPack> v;
-    if (r < rows && in_packs && c < columns) {
-      v = load<kPack>(from + r * row + c);
+  constexpr int kPack = 16 / sizeof(X), kPacks = kTile / kPack, kStep = kThreads / kPacks;
+  int thread = int(threadIdx.x);
+  asm volatile("" : "+r"(thread));  // what follows from it is not worth a register in the loops around
+  const int first = thread / kPacks, c = thread % kPacks * kPack, valid = int(min(rows, std::int64_t(kTile)));
+  const X* at = from + first * row + c;
+#pragma unroll 4
+  for (int r = first; r < kTile; r += kStep, at += kStep * row) {
+    if (in_packs) {
+      const bool there = r < valid && c < columns;
+      copy_pack(&tile[r][c], there ? at : from, there ? 16 : 0);
     } else {
-      for (int j = 0; j < kPack; ++j) v.at[j] = r < rows && c + j < columns ? from[r * row + c + j] : from_float<X>(0);
+      for (int j = 0; j < kPack; ++j) tile[r][c + j] = r < valid && c + j < columns ? at[j] : from_float<X>(0);
     }
-    store<kPack>(&tile[r][c], v);
   }
+}
+__device__ void staged() {
+  wait_for_packs();
+  __syncthreads();  // waits for the packs of the other threads
 }
 
 // c += a b^T with b (columns, k); or c += a b with b (k, columns)
@@ -113,7 +121,7 @@ __device__ void add_dots(Fragment& c, Tiles<X>& tiles, const Problem<X>& p, int 
     __syncthreads();  // waits for the readers of the tiles' last contents
     stage<X>(tiles.a, a.rows(n, first_a) + w, a.row, p.T - first_a, a.width - w, p.in_packs);
     stage<X>(tiles.b, b.rows(n, first_b) + w, b.row, p.T - first_b, b.width - w, p.in_packs);
-    __syncthreads();  // waits for the tiles
+    staged();
     multiply<true>(c, tiles.a, tiles.b);
   }
 }
@@ -129,7 +137,7 @@ __device__ void add_weighted(float* sums, Tiles<X>& tiles, const Problem<X>& p, 
   for (int w = 0; w < part.width; w += kTile, sums += kChunkSums) {
     __syncthreads();  // waits for the readers of the tile's last contents
     stage<X>(tiles.b, part.rows(n, first) + w, part.row, p.T - first, part.width - w, p.in_packs);
-    __syncthreads();  // waits for the tile, and for the weights before the first chunk
+    staged();
     Fragment c;
     for (int j = 0; j < kTileSums; ++j)
       for (int i = 0; i < 4; ++i) c.at[j][i] = sums[(4 * j + i) * kThreads] * (i < 2 ? keep_low : keep_high);
