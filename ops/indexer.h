@@ -107,7 +107,7 @@ struct IndexerLoss {
               .slots = ctx.scratch.take(DType::i32, {keys, fit}),
               .dk = ctx.scratch.take(DType::f32, {keys, H})};
     const std::int64_t rows = fit < kSMs ? fit : std::min(fit / kSMs, std::int64_t(8)) * kSMs;
-    constexpr std::int64_t kRange = 512, kPanel = 64, kBlocks = 1152, kMostParts = 16;  // as cuda/key_tiles.cuh
+    constexpr std::int64_t kRange = 512, kPanel = 64, kBlocks = 1152, kMostParts = 16;  // as cuda/key_tiles.h
     const std::int64_t ranges = (T + kRange - 1) / kRange,
                        parts = std::clamp<std::int64_t>(kBlocks / std::max<std::int64_t>(ranges * (H / kPanel), 1), 1, kMostParts);
     return {.row_loss = ctx.scratch.take(DType::f32, {T}),

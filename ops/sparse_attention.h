@@ -116,7 +116,7 @@ struct SparseAttentionBackward {
               .slots = ctx.scratch.take(DType::i32, {T, fit}),
               .sums = ctx.scratch.take(DType::f32, {T, width})};
     const std::int64_t rows = fit < kSMs ? fit : std::min(fit / kSMs * kSMs, kMostRows);  // a multiprocessor a row, all of them
-    constexpr std::int64_t kRange = 512, kPanel = 64, kBlocks = 1152, kMostParts = 16;    // as cuda/key_tiles.cuh
+    constexpr std::int64_t kRange = 512, kPanel = 64, kBlocks = 1152, kMostParts = 16;    // as cuda/key_tiles.h
     const std::int64_t ranges = (T + kRange - 1) / kRange,
                        parts =
                            std::clamp<std::int64_t>(kBlocks / std::max<std::int64_t>(ranges * (width / kPanel), 1), 1, kMostParts);

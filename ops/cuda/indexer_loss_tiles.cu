@@ -5,7 +5,7 @@
 
 #include "ops/cuda/indexer.cuh"
 #include "ops/cuda/key_sums.cuh"
-#include "ops/cuda/key_tiles.cuh"
+#include "ops/cuda/key_tiles.h"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/rows.cuh"
 #include "ops/cuda/tensor_copy.cuh"
@@ -294,12 +294,8 @@ void index_loss_tiles(Context& ctx, const IndexerLoss& a, const IndexerLoss::Scr
     J <= 32 ? run<32>(ctx, a, arguments, lists.rows) : run<64>(ctx, a, arguments, lists.rows);
     if (gradients)
       sum_key_tiles(ctx, KeyTiles{.lists = lists,
-                                  .pairs = pairs,
-                                  .value2 = q + begin * J * kWidth,
-                                  .N = J,
-                                  .both = 0,
-                                  .width2 = kWidth,
-                                  .first = 0,
+                                  .pairs = scratch.pairs,
+                                  .value2 = a.q.rows(begin, begin + lists.rows),
                                   .panels = kPanels,
                                   .sums = sums});
   }

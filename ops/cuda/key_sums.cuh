@@ -1,5 +1,5 @@
 // key_sums.cuh -- gradients of keys: for each key the sum over the queries that read it, in ascending order of the queries, without
-// atomics. Plain arithmetic in f32, for any width and either storage; key_tiles.cuh does it on tensor cores.
+// atomics. Plain arithmetic in f32, for any width and either storage; key_tiles.h does it on tensor cores.
 #pragma once
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/rows.cuh"

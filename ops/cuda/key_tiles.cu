@@ -1,7 +1,7 @@
 // key_tiles.cu -- sums over keys on the tensor cores of sm_90a. What bounds it: each pair's 256 bytes are read once a panel, each
 // row's values once a range of keys (together 43 GB of L2 reads for 8192 queries of 2048 keys), and each sum is read and written in
 // shared memory once a pair.
-#include "ops/cuda/key_tiles.cuh"
+#include "ops/cuda/key_tiles.h"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/rows.cuh"
 #include "ops/cuda/tensor_copy.cuh"
@@ -68,18 +68,17 @@ __global__ void list_keys_kernel(const std::int32_t* __restrict__ indices, const
 // ---- sums
 
 constexpr int kLine = 128, kPanel = 64, kHeads = 64, kPairs = 64, kHalf = kPairs / 2;
-constexpr int kGroup = 128, kThreads = 2 * kGroup + kWarp;  // two warpgroups of 32 columns each, and a warp that copies
-constexpr int kTileStages = 3, kValueStages = 2;
+constexpr int kGroup = 128, kThreads = 2 * kGroup + kWarp;  // two warpgroups that take turns, and a warp that copies
+constexpr int kTileStages = 4, kValueStages = 2;
 constexpr int kPanelBytes = kPairs * kLine, kTileBytes = 2 * kPanelBytes, kHalfBytes = kHalf * kLine;
 
 struct Layout {  // of shared memory, in bytes from its start
   static constexpr int tiles = 0, values = tiles + kTileStages * kTileBytes, sums = values + kValueStages * kTileBytes,
                        positions = sums + int(kKeyRange) * kPanel * 4,  // (kTileStages, kPairs)
-      counts = positions + kTileStages * kPairs * 4,                    // (kTileStages)
-      segments = counts + 16,                                           // (rows of a part) begin and end of the range in the row
-      barriers = segments + int(kMostKeyRows) * 8, tile_full = barriers, tile_empty = tile_full + 8 * kTileStages,
+      descriptors = positions + kTileStages * kPairs * 4,               // (kTileStages)
+      barriers = descriptors + kTileStages * 16, tile_full = barriers, tile_empty = tile_full + 8 * kTileStages,
                        value_full = tile_empty + 8 * kTileStages, value_empty = value_full + 8 * kValueStages,
-                       bytes = value_empty + 8 * kValueStages;
+                       turn = value_empty + 8 * kValueStages, bytes = turn + 8;
 };
 static_assert(Layout::bytes <= 227 << 10);
 
@@ -90,10 +89,15 @@ struct Sums {
   int ranges, head, both, first;
 };
 
-// Where column c of key's sums lies: groups of 8 columns change places, so that the rows of a product meet different banks.
-__device__ inline int sum_at(int key, int c) { return key * kPanel + (c ^ (key & 3) << 3); }
+// Where column c (even) of a key's sums lies. A thread's share of a product, two columns of every eight, comes to lie in fours; and
+// the halves of a line change places from key to key, so that neighbours meet different banks.
+__device__ inline int sum_at(int key, int c) {
+  const int j = c / 8, pair = c / 2 % 4;
+  return key * kPanel + ((16 * (j / 2) + 4 * pair + 2 * (j % 2)) ^ (key & 1) << 4);
+}
 
-// grid (panels, ranges, parts), block (kThreads), shared Layout::bytes
+// grid (panels, ranges, parts), block (kThreads), shared Layout::bytes. Tile i, up to 64 pairs of one row, is multiplied by
+// warpgroup i % 2; the sums are added to in the order of the tiles.
 __global__ void __launch_bounds__(kThreads, 1)
     key_tiles_kernel(const Sums a, const __grid_constant__ CUtensorMap pairs, const __grid_constant__ CUtensorMap value0,
                      const __grid_constant__ CUtensorMap value1, const __grid_constant__ CUtensorMap value2) {
@@ -101,146 +105,170 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t shared = shared_address(memory);
   const int panel = int(blockIdx.x), range = int(blockIdx.y), lane = int(threadIdx.x) % kWarp;
   const int per_part = int((a.rows + gridDim.z - 1) / gridDim.z), first_row = int(blockIdx.z) * per_part,
-            rows = max(0, min(per_part, int(a.rows) - first_row)), terms = panel < a.both ? 2 : 1;
+            end_row = min(first_row + per_part, int(a.rows)), terms = panel < a.both ? 2 : 1;
   const std::int64_t first_key = std::int64_t(range) * kKeyRange;
-  auto* const segments = reinterpret_cast<int2*>(memory + Layout::segments);
-  auto* const sums = reinterpret_cast<float*>(memory + Layout::sums);
-
+  const auto segment_of = [&](int row) {
+    if (row >= end_row) return make_int2(0, 0);
+    const std::int32_t* const bounds = a.bounds + std::int64_t(row) * (a.ranges + 1) + range;
+    return make_int2(bounds[0], bounds[1]);
+  };
   int any = 0;
-  for (int r = int(threadIdx.x); r < rows; r += kThreads) {
-    const std::int32_t* const bounds = a.bounds + std::int64_t(first_row + r) * (a.ranges + 1) + range;
-    segments[r] = make_int2(bounds[0], bounds[1]);
-    any |= bounds[0] < bounds[1];
+  for (int row = first_row + int(threadIdx.x); row < end_row; row += kThreads) {
+    const int2 segment = segment_of(row);
+    any |= segment.x < segment.y;
   }
   if (threadIdx.x == 0) {
     for (int s = 0; s < kTileStages; ++s) {
       barrier_init(shared + Layout::tile_full + 8 * s, 1 + kWarp);
-      barrier_init(shared + Layout::tile_empty + 8 * s, 2 * kGroup);
+      barrier_init(shared + Layout::tile_empty + 8 * s, kGroup);
     }
     for (int s = 0; s < kValueStages; ++s) {
       barrier_init(shared + Layout::value_full + 8 * s, 1);
-      barrier_init(shared + Layout::value_empty + 8 * s, 2 * kGroup);
+      barrier_init(shared + Layout::value_empty + 8 * s, kGroup);
     }
+    barrier_init(shared + Layout::turn, kGroup);
     fence_barrier_init();
   }
-  if (!__syncthreads_or(any)) return;  // waits for segments and barriers
+  if (!__syncthreads_or(any)) return;  // waits for the barriers
 
   const bool copies = threadIdx.x >= 2 * kGroup;
+  auto* const sums = reinterpret_cast<float*>(memory + Layout::sums);
   float* const global = a.sums + std::int64_t(blockIdx.z) * a.keys * a.width + first_key * a.width + panel * kPanel;
   const int keys = int(min(kKeyRange, a.keys - first_key));
-  if (!copies) {
+  if (!copies)
     for (int i = int(threadIdx.x); i < keys * (kPanel / 4); i += 2 * kGroup) {
       const int key = i / (kPanel / 4), c = i % (kPanel / 4) * 4;
-      *reinterpret_cast<float4*>(sums + sum_at(key, c)) = *reinterpret_cast<const float4*>(global + key * a.width + c);
+      const float4 x = *reinterpret_cast<const float4*>(global + key * a.width + c);
+      *reinterpret_cast<float2*>(sums + sum_at(key, c)) = make_float2(x.x, x.y);
+      *reinterpret_cast<float2*>(sums + sum_at(key, c + 2)) = make_float2(x.z, x.w);
     }
-  }
   __syncthreads();  // waits for the sums so far
 
+  auto* const descriptors = reinterpret_cast<int4*>(memory + Layout::descriptors);  // pairs, row's number, is it the row's last
   if (copies) {
     int tile = 0, value = 0;
-    for (int r = 0; r < rows; ++r) {
-      const int2 segment = segments[r];
-      if (segment.x == segment.y) continue;
-      const int row = first_row + r;
-      {
-        const int stage = value % kValueStages;
-        const std::uint32_t to = shared + Layout::values + stage * kTileBytes, full = shared + Layout::value_full + 8 * stage;
+    const auto begin_tile = [&](int4 descriptor) {  // its barrier, once there is room
+      barrier_wait(shared + Layout::tile_empty + 8 * (tile % kTileStages), (tile / kTileStages & 1) ^ 1);
+      if (lane == 0) descriptors[tile % kTileStages] = descriptor;
+      return shared + Layout::tile_full + 8 * (tile % kTileStages);
+    };
+    for (int base = first_row; base < end_row; base += kWarp) {
+      const int2 mine = segment_of(base + lane);
+      for (unsigned int filled = __ballot_sync(0xffffffffU, mine.x < mine.y); filled != 0; filled &= filled - 1) {
+        const int from = __ffs(int(filled)) - 1, row = base + from, begin = __shfl_sync(0xffffffffU, mine.x, from),
+                  end = __shfl_sync(0xffffffffU, mine.y, from), stage = value % kValueStages;
+        const std::uint32_t values = shared + Layout::values + stage * kTileBytes, ready = shared + Layout::value_full + 8 * stage;
         barrier_wait(shared + Layout::value_empty + 8 * stage, (value / kValueStages & 1) ^ 1);
         if (lane == 0) {
-          barrier_arrive_and_expect(full, terms * kPanelBytes);
+          barrier_arrive_and_expect(ready, terms * kPanelBytes);
           if (terms == 2) {
-            copy_box(to, &value0, full, panel * kPanel, a.head, row);
-            copy_box(to + kPanelBytes, &value1, full, panel * kPanel, a.head, row);
+            copy_box(values, &value0, ready, panel * kPanel, a.head, row);
+            copy_box(values + kPanelBytes, &value1, ready, panel * kPanel, a.head, row);
           } else {
-            copy_box(to, &value2, full, a.first + (panel - a.both) * kPanel, a.head, row);
+            copy_box(values, &value2, ready, a.first + (panel - a.both) * kPanel, a.head, row);
           }
+        }
+        for (int slot = begin; slot < end; slot += kPairs, ++tile) {
+          const int count = min(kPairs, end - slot), halves = count > kHalf ? 2 : 1, at = tile % kTileStages;
+          const std::uint32_t full = begin_tile(make_int4(count, value, slot + kPairs >= end, 0)),
+                              to = shared + Layout::tiles + at * kTileBytes;
+          const std::int32_t* const listed = a.listed + row * a.K + slot;
+          for (int i = lane; i < count; i += kWarp)
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared + Layout::positions + (at * kPairs + i) * 4),
+                         "l"(__cvta_generic_to_global(listed + i))
+                         : "memory");
+          asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
+          if (lane == 0) {
+            barrier_arrive_and_expect(full, terms * halves * kHalfBytes);
+            for (int term = 0; term < terms; ++term)
+              for (int half = 0; half < halves; ++half)
+                copy_box(to + term * kPanelBytes + half * kHalfBytes, &pairs, full, term * kPanel,
+                         int(row * a.K) + slot + half * kHalf);
+          }
+          __syncwarp();
         }
         ++value;
       }
-      for (int slot = segment.x; slot < segment.y; slot += kPairs, ++tile) {
-        const int stage = tile % kTileStages, count = min(kPairs, segment.y - slot), halves = count > kHalf ? 2 : 1;
-        const std::uint32_t to = shared + Layout::tiles + stage * kTileBytes, full = shared + Layout::tile_full + 8 * stage;
-        barrier_wait(shared + Layout::tile_empty + 8 * stage, (tile / kTileStages & 1) ^ 1);
-        const std::int32_t* const listed = a.listed + row * a.K + slot;
-        for (int i = lane; i < count; i += kWarp)
-          asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared + Layout::positions + (stage * kPairs + i) * 4),
-                       "l"(__cvta_generic_to_global(listed + i))
-                       : "memory");
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
-        if (lane == 0) {
-          reinterpret_cast<int*>(memory + Layout::counts)[stage] = count;
-          barrier_arrive_and_expect(full, terms * halves * kHalfBytes);
-          for (int term = 0; term < terms; ++term)
-            for (int half = 0; half < halves; ++half)
-              copy_box(to + term * kPanelBytes + half * kHalfBytes, &pairs, full, term * kPanel,
-                       int(row * a.K) + slot + half * kHalf);
-        }
-        __syncwarp();
-      }
+    }
+    for (int group = 0; group < 2; ++group, ++tile) {  // one that ends it, for each
+      const std::uint32_t full = begin_tile(make_int4(0, 0, 0, 0));
+      __syncwarp();
+      barrier_arrive(full);
+      if (lane == 0) barrier_arrive(full);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
-    const int half = int(threadIdx.x) / kGroup, warp = int(threadIdx.x) % kGroup / kWarp, column = 32 * half + 2 * (lane % 4);
-    int tile = 0, value = 0;
-    for (int r = 0; r < rows; ++r) {
-      const int2 segment = segments[r];
-      if (segment.x == segment.y) continue;
-      const int value_stage = value % kValueStages;
-      const std::uint32_t values = shared + Layout::values + value_stage * kTileBytes + half * (kLine / 2);
-      barrier_wait(shared + Layout::value_full + 8 * value_stage, value / kValueStages & 1);
-      for (int slot = segment.x; slot < segment.y; slot += kPairs, ++tile) {
-        const int stage = tile % kTileStages;
-        const std::uint32_t from = shared + Layout::tiles + stage * kTileBytes;
-        barrier_wait(shared + Layout::tile_full + 8 * stage, tile / kTileStages & 1);
-        float x[16] = {};
-        const auto add_terms = [&](auto count) {
-          settle(x);
-          wgmma_fence();
+    const int group = int(threadIdx.x) / kGroup, row = int(threadIdx.x) % kGroup / kWarp * 16 + lane / 4;
+    for (int tile = group;; tile += 2) {
+      const int stage = tile % kTileStages;
+      const std::uint32_t from = shared + Layout::tiles + stage * kTileBytes;
+      barrier_wait(shared + Layout::tile_full + 8 * stage, tile / kTileStages & 1);
+      const int4 descriptor = descriptors[stage];
+      const int count = descriptor.x, value_stage = descriptor.y % kValueStages;
+      if (count == 0) break;
+      const std::int32_t* const positions =
+          reinterpret_cast<const std::int32_t*>(memory + Layout::positions) + stage * kPairs + row;
+      const int key[2] = {row < count ? int(positions[0] - first_key) : -1, row + 8 < count ? int(positions[8] - first_key) : -1};
+      const std::uint32_t values = shared + Layout::values + value_stage * kTileBytes;
+      barrier_wait(shared + Layout::value_full + 8 * value_stage, descriptor.y / kValueStages & 1);
+      float x[kPanel / 2] = {};
+      const auto multiply = [&](auto term_count) {
+        settle(x);
+        wgmma_fence();
 #pragma unroll
-          for (int term = 0; term < count; ++term)
+        for (int term = 0; term < term_count; ++term)
 #pragma unroll
-            for (int step = 0; step < kHeads / 16; ++step)
-              wgmma<Along::k, Along::outer>(x, operand_at(from + term * kPanelBytes) + step * step_of(Along::k),
-                                            operand_at(values + term * kPanelBytes) + step * step_of(Along::outer));
-          wgmma_commit();
-        };
-        if (terms == 2)
-          add_terms(std::integral_constant<int, 2>{});
-        else
-          add_terms(std::integral_constant<int, 1>{});
-        const int count = reinterpret_cast<const int*>(memory + Layout::counts)[stage], row = 16 * warp + lane / 4;
-        const std::int32_t* const positions =
-            reinterpret_cast<const std::int32_t*>(memory + Layout::positions) + stage * kPairs + row;
-        const int key[2] = {row < count ? int(positions[0] - first_key) : -1, row + 8 < count ? int(positions[8] - first_key) : -1};
+          for (int step = 0; step < kHeads / 16; ++step)
+            wgmma<Along::k, Along::outer>(x, operand_at(from + term * kPanelBytes) + step * step_of(Along::k),
+                                          operand_at(values + term * kPanelBytes) + step * step_of(Along::outer));
+        wgmma_commit();
         wgmma_wait<0>();
         settle(x);
-        barrier_arrive(shared + Layout::tile_empty + 8 * stage);
+      };
+      if (terms == 2)
+        multiply(std::integral_constant<int, 2>{});
+      else
+        multiply(std::integral_constant<int, 1>{});
+      barrier_arrive(shared + Layout::tile_empty + 8 * stage);
+      barrier_wait(shared + Layout::turn, (tile & 1) ^ 1);  // of the tile before: its sums are made, and so its products
+      if (descriptor.z) barrier_arrive(shared + Layout::value_empty + 8 * value_stage);
+      float4 at[2][4];  // the positions of a tile differ: no two threads meet
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          if (key[h] < 0) continue;
+      for (int h = 0; h < 2; ++h)
+        if (key[h] >= 0)
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {  // the positions of a row differ: no two lanes meet
-            auto& at = *reinterpret_cast<float2*>(sums + sum_at(key[h], column + 8 * j));
-            float2 sum = at;
-            sum.x += x[4 * j + 2 * h], sum.y += x[4 * j + 2 * h + 1];
-            at = sum;
+          for (int m = 0; m < 4; ++m) at[h][m] = *reinterpret_cast<float4*>(sums + sum_at(key[h], 16 * m + 2 * (lane % 4)));
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (key[h] >= 0)
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            float4& sum = at[h][m];
+            sum.x += x[8 * m + 2 * h], sum.y += x[8 * m + 2 * h + 1], sum.z += x[8 * m + 4 + 2 * h], sum.w += x[8 * m + 5 + 2 * h];
+            *reinterpret_cast<float4*>(sums + sum_at(key[h], 16 * m + 2 * (lane % 4))) = sum;
           }
-        }
-        warpgroup_sync(1 + half);  // waits for the sums of this tile: the next row may list the same keys in other lanes
-      }
-      barrier_arrive(shared + Layout::value_empty + 8 * value_stage);
-      ++value;
+      barrier_arrive(shared + Layout::turn);
     }
   }
   __syncthreads();  // waits for all sums
   if (copies) return;
   for (int i = int(threadIdx.x); i < keys * (kPanel / 4); i += 2 * kGroup) {
     const int key = i / (kPanel / 4), c = i % (kPanel / 4) * 4;
-    *reinterpret_cast<float4*>(global + key * a.width + c) = *reinterpret_cast<const float4*>(sums + sum_at(key, c));
+    const float2 low = *reinterpret_cast<const float2*>(sums + sum_at(key, c)),
+                 high = *reinterpret_cast<const float2*>(sums + sum_at(key, c + 2));
+    *reinterpret_cast<float4*>(global + key * a.width + c) = make_float4(low.x, low.y, high.x, high.y);
   }
 }
 
 }  // namespace
+
+template <class T>  // tensor_map of a tensor or of its data
+CUtensorMap map_of(const T& t, std::initializer_list<std::int64_t> dims, std::initializer_list<int> box) {
+  if constexpr (requires { tensor_map(t, dims, box); })
+    return tensor_map(t, dims, box);
+  else
+    return tensor_map(t.data, dims, box);
+}
 
 void list_keys(Context& ctx, const std::int32_t* indices, const KeyLists& to, const float* values, float* turned) {
   check(to.keys <= kMostListedKeys, "key_tiles: more keys than a block's memory has bits for", {{"keys", to.keys}});
@@ -251,11 +279,9 @@ void list_keys(Context& ctx, const std::int32_t* indices, const KeyLists& to, co
 void sum_key_tiles(Context& ctx, const KeyTiles& a) {
   const KeyLists& l = a.lists;
   if (l.rows == 0 || l.keys == 0 || l.K == 0) return;
-  check(l.rows <= kMostKeyRows, "key_tiles: too many rows in a call", {{"rows", l.rows}});
-  const auto map = [](const __nv_bfloat16* data, std::int64_t width, std::int64_t N, std::int64_t rows) {
-    return data ? tensor_map(data, {width, N, rows}, {kPanel, kHeads, 1}) : CUtensorMap{};
+  const auto map = [](ConstTensor t) {  // (rows, N, width)
+    return t.present() ? map_of(t, {t.shape[2], t.shape[1], t.shape[0]}, {kPanel, kHeads, 1}) : CUtensorMap{};
   };
-  const CUtensorMap pairs = tensor_map(a.pairs, {a.both > 0 ? 2 * kHeads : kHeads, l.rows * l.K}, {kPanel, kHalf});
   launch(
       ctx, key_tiles_kernel,
       {dim3(unsigned(a.panels), blocks(l.keys, kKeyRange), unsigned(key_parts(l.keys, a.panels))), dim3(kThreads), Layout::bytes},
@@ -270,8 +296,7 @@ void sum_key_tiles(Context& ctx, const KeyTiles& a) {
            .head = int(a.head),
            .both = int(a.both),
            .first = int(a.first)},
-      pairs, map(a.value0, a.both * kPanel, a.N, l.rows), map(a.value1, a.both * kPanel, a.N, l.rows),
-      map(a.value2, a.width2, a.N, l.rows));
+      map_of(a.pairs, {a.pairs.shape[2], l.rows * l.K}, {kPanel, kHalf}), map(a.value0), map(a.value1), map(a.value2));
 }
 
 }  // namespace moetrain::ops::cuda

@@ -4,7 +4,7 @@
 // bytes a pair of query and key, to key_tiles.cu, which adds them up by key. 64 heads by 2048 keys are 524 KB a query: what is held
 // is bounded by the rows, not by T; no sum is ever exchanged between blocks in an order that timing could change.
 #include "ops/cuda/key_sums.cuh"
-#include "ops/cuda/key_tiles.cuh"
+#include "ops/cuda/key_tiles.h"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/rows.cuh"
 #include "ops/cuda/sparse_attention_tiles.cuh"
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_attention_backward_tiles_k
 #pragma unroll
       for (int x = 0; x < kKeys / 2; ++x) {
         const int h = x / 2 % 2;
-        const float p = 8 * (x / 4) + x % 2 < left ? exp2f(z[x] * in.scale_log2 - lse[h]) : 0.0F;
+        const float p = 8 * (x / 4) + x % 2 < left ? exp2_fast(z[x] * in.scale_log2 - lse[h]) : 0.0F;
         dp[x] = a.scale * p * (dp[x] - delta[h]);
         z[x] = p;
       }
@@ -219,14 +219,12 @@ void sparse_attention_tiles(Context& ctx, const SparseAttentionBackward& a) {
                        .head = head,
                        .scale = float(a.scale)});
       sum_key_tiles(ctx, KeyTiles{.lists = lists,
-                                  .pairs = pairs,
-                                  .value0 = in.q_latent + begin * in.N * kLatent,
-                                  .value1 = device_pointer<bf16>(a.do_latent) + begin * in.N * kLatent,
-                                  .value2 = in.q + begin * in.N * in.Hq,
-                                  .N = in.N,
+                                  .pairs = scratch.pairs,
+                                  .value0 = a.q_latent.rows(begin, begin + lists.rows),
+                                  .value1 = a.do_latent.rows(begin, begin + lists.rows),
+                                  .value2 = a.q.rows(begin, begin + lists.rows),
                                   .head = head,
                                   .both = kLatentPanels,
-                                  .width2 = in.Hq,
                                   .first = in.Hq - kExtra,
                                   .panels = kPanels,
                                   .sums = sums});

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t shared = shared_address(memory);
   const std::int64_t t = blockIdx.x;
   const std::int32_t* const indices = in.indices + t * in.K;
-  const int thread = int(threadIdx.x) % kGroup, warp = thread / 32, lane = thread % 32, group = int(threadIdx.x) / kGroup;
+  const int thread = int(threadIdx.x) % kGroup, warp = thread / 32, lane = thread % 32, group = uniform(int(threadIdx.x) / kGroup);
   auto* const last = reinterpret_cast<int*>(memory + Layout::last);
 
   if (threadIdx.x == 0) {
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   load_query(in, t, head, memory + Layout::query, kThreads);
   fence_shared_writes();
   __syncthreads();  // waits for the query and for *last
-  const int tiles = (*last + kKeys - 1) / kKeys, sweeps = kProbability ? 2 * tiles : tiles;
+  const int tiles = uniform((*last + kKeys - 1) / kKeys), sweeps = kProbability ? 2 * tiles : tiles;
   const auto stage = [&](int i) { return shared + Layout::stages + i % kStages * kKeyTile; };
   const auto wait_full = [&](int i) { barrier_wait(shared + Layout::full + 8 * (i % kStages), i / kStages & 1); };
   const auto arrive_empty = [&](int i) { barrier_arrive(shared + Layout::empty + 8 * (i % kStages)); };
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
 
   if (group == 0) {
-    leave_registers<56>();
+    leave_registers<40>();
     std::int32_t next[2] = {position(0, thread / 8), position(0, thread / 8 + 16)};
     for (int i = 0; i < sweeps; ++i) {
       const std::int32_t at[2] = {next[0], next[1]};
@@ -89,30 +89,58 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     wait_for_own_copies();
   } else if (group == 1) {
-    leave_registers<104>();
+    leave_registers<136>();
     const int row = 16 * warp + lane / 4;
     float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
-    float z[kKeys / 2];
-    // scores in powers of two of tile i, -inf at empty slots
-    const auto scores = [&](int i, int tile) {
-      const std::int32_t at = position(tile, lane);
+    struct Scores {
+      float z[kKeys / 2];
+      std::int32_t at;  // the position of key `lane`
+    } even, odd;
+    const auto start = [&](Scores& scores, int i, int tile) {
+      scores.at = position(tile, lane);
       wait_full(i);
       fence_shared_writes();  // the copies were ordinary writes
-#pragma unroll
-      for (float& x : z) x = 0;
-      settle(z);
       wgmma_fence();
-      products<kPanels>(z, shared + Layout::query, stage(i));
+      products<kPanels>(scores.z, shared + Layout::query, stage(i));
       wgmma_commit();
-      wgmma_wait<0>();
-      settle(z);
-      arrive_empty(i);
-      const unsigned int there = __ballot_sync(0xffffffffU, at >= 0) >> 2 * (lane % 4);
-#pragma unroll
-      for (int x = 0; x < kKeys / 2; ++x) z[x] = there >> (8 * (x / 4) + x % 2) & 1 ? z[x] * in.scale_log2 : -INFINITY;
     };
-    for (int i = 0; i < tiles; ++i) {
-      scores(i, i);
+    // Calls use(i, z) for tiles from, from + 1, ... with their scores in powers of two, -inf at empty slots; the products of the
+    // next tile are under way meanwhile.
+    const auto sweep = [&](int from, auto use) {
+      const auto finish = [&](int i, Scores& scores) {
+        wgmma_wait<0>();
+        settle(scores.z);
+        arrive_empty(from + i);
+      };
+      const auto use_scores = [&](int i, Scores& scores) {
+        const unsigned int there = __ballot_sync(0xffffffffU, scores.at >= 0) >> 2 * (lane % 4);
+#pragma unroll
+        for (int x = 0; x < kKeys / 2; ++x)
+          scores.z[x] = there >> (8 * (x / 4) + x % 2) & 1 ? scores.z[x] * in.scale_log2 : -INFINITY;
+        use(from + i, scores.z);
+      };
+      if (tiles == 0) return;
+      int i = 0;
+      start(even, from, 0);
+      for (; i + 2 < tiles; i += 2) {  // no branch between a product's start and its end
+        finish(i, even);
+        start(odd, from + i + 1, i + 1);
+        use_scores(i, even);
+        finish(i + 1, odd);
+        start(even, from + i + 2, i + 2);
+        use_scores(i + 1, odd);
+      }
+      finish(i, even);
+      if (i + 1 < tiles) {
+        start(odd, from + i + 1, i + 1);
+        use_scores(i, even);
+        finish(i + 1, odd);
+        use_scores(i + 1, odd);
+      } else {
+        use_scores(i, even);
+      }
+    };
+    sweep(0, [&](int i, float(&z)[kKeys / 2]) {
       float factor[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -123,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         most = fmaxf(most, __shfl_xor_sync(0xffffffffU, most, 2));
         const float old = top[h];
         if (most > old + kSlack || old == -INFINITY) top[h] = most;
-        factor[h] = top[h] == old ? 1.0F : exp2f(old - top[h]);
+        factor[h] = top[h] == old ? 1.0F : exp2_fast(old - top[h]);
         const float from = top[h] == -INFINITY ? 0.0F : top[h];
         float added = 0;
 #pragma unroll
@@ -131,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             float& x = z[4 * j + 2 * h + c];
-            x = exp2f(x - from);
+            x = exp2_fast(x - from);
             added += x;
           }
         sum[h] = sum[h] * factor[h] + added;
@@ -142,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int h = 0; h < 2; ++h) reinterpret_cast<float*>(memory + Layout::factor)[(i & 1) * kHeads + row + 8 * h] = factor[h];
       fence_shared_writes();
       barrier_arrive(shared + Layout::p_full + 8 * (i & 1));
-    }
+    });
     float lse[2];  // in powers of two
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -158,14 +186,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_arrive(shared + Layout::done);
     if constexpr (kProbability) {
       float* const probability = out.probability + t * in.K;
-      for (int i = tiles; i < sweeps; ++i) {
-        scores(i, i - tiles);
+      sweep(tiles, [&](int i, float(&z)[kKeys / 2]) {
         auto* const means = reinterpret_cast<float*>(memory + Layout::mean) + (i & 1) * 4 * kKeys;
 #pragma unroll
         for (int j = 0; j < 4; ++j)
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            float x = exp2f(z[4 * j + c] - lse[0]) + exp2f(z[4 * j + 2 + c] - lse[1]);
+            float x = exp2_fast(z[4 * j + c] - lse[0]) + exp2_fast(z[4 * j + 2 + c] - lse[1]);
             for (int lanes = 4; lanes < 32; lanes *= 2) x += __shfl_xor_sync(0xffffffffU, x, lanes);
             if (lane < 4) means[warp * kKeys + 8 * j + 2 * lane + c] = x;
           }
@@ -176,12 +203,12 @@ __global__ void __launch_bounds__(kThreads, 1)
               (means[thread] + means[kKeys + thread] + means[2 * kKeys + thread] + means[3 * kKeys + thread]) / float(in.N);
           probability[slot] = head == 0 ? x : probability[slot] + x;
         }
-      }
+      });
       if (head == 0)
         for (std::int64_t k = std::int64_t(tiles) * kKeys + thread; k < in.K; k += kGroup) probability[k] = 0;
     }
   } else {
-    take_registers<176>();
+    take_registers<168>();
     const int half = group - 2, row = 16 * warp + lane / 4;
     // two products of 128 columns: one of 256 needs more registers than a block of four warpgroups starts with
     constexpr int kParts = 2, kPartPanels = kLatent / kPanel / 2 / kParts;

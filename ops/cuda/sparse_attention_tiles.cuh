@@ -39,6 +39,9 @@ struct Inputs {
         scale_log2(float(a.scale) * kLog2E) {}
 };
 
+// The same in all lanes, and known as such to the compiler, which else gives up products that are under way across a branch.
+__device__ inline int uniform(int x) { return __shfl_sync(0xffffffffU, x, 0); }
+
 // Where 16-byte piece `piece` of line `row` lies in a panel.
 __device__ inline std::uint32_t place(int row, int piece) { return std::uint32_t(row * kLine + ((piece ^ (row & 7)) << 4)); }
 
@@ -80,15 +83,31 @@ __device__ inline void load_query(const Inputs& in, std::int64_t t, std::int64_t
   }
 }
 
-// z += products of 64 heads (panels of 64 lines) with 32 keys over the first kCount panels.
+// z = a b: 64 lines by 32 lines, 16 summands along both. wgmma() only adds; where a product is under way no register may be
+// cleared.
+__device__ inline void begin_product(float (&z)[16], std::uint64_t a, std::uint64_t b) {
+  asm volatile(
+      "{ .reg .pred adds; setp.ne.b32 adds, 0, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, adds, 1, 1, 0, 0; }"
+      : "=f"(z[0]), "=f"(z[1]), "=f"(z[2]), "=f"(z[3]), "=f"(z[4]), "=f"(z[5]), "=f"(z[6]), "=f"(z[7]), "=f"(z[8]), "=f"(z[9]),
+        "=f"(z[10]), "=f"(z[11]), "=f"(z[12]), "=f"(z[13]), "=f"(z[14]), "=f"(z[15])
+      : "l"(a), "l"(b));
+}
+// z = products of 64 heads (panels of 64 lines) with 32 keys over the first kCount panels.
 template <int kCount>
 __device__ void products(float (&z)[kKeys / 2], std::uint32_t heads, std::uint32_t keys) {
+  constexpr int kSteps = kPanel / 16;
+  const auto a = [&](int i) { return operand_at(heads + i / kSteps * kHeadPanel) + i % kSteps * step_of(Along::k); };
+  const auto b = [&](int i) { return operand_at(keys + i / kSteps * kKeyPanel) + i % kSteps * step_of(Along::k); };
+  begin_product(z, a(0), b(0));
 #pragma unroll
-  for (int p = 0; p < kCount; ++p)
-#pragma unroll
-    for (int step = 0; step < kPanel / 16; ++step)
-      wgmma<Along::k, Along::k>(z, operand_at(heads + p * kHeadPanel) + step * step_of(Along::k),
-                                operand_at(keys + p * kKeyPanel) + step * step_of(Along::k));
+  for (int i = 1; i < kCount * kSteps; ++i) wgmma<Along::k, Along::k>(z, a(i), b(i));
+}
+
+__device__ inline float exp2_fast(float x) {  // two units in the last place; exp2(-inf) = 0
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 __device__ inline std::uint32_t packed(float low, float high) {

@@ -1,4 +1,4 @@
-// key_tiles.cuh -- gradients of keys on tensor cores: for each key the sum over the queries that read it, without atomics.
+// key_tiles.h -- gradients of keys on tensor cores: for each key the sum over the queries that read it, without atomics.
 //
 //   sum[s, 64 p + c] += sum over rows, over heads n < 64 from `head` on:  pair[row, i, n] * value0[row, n, 64 p + c] + pair[row, i,
 //   64 + n] * value1[...] for panels p < both, and                               pair[row, i, n] * value2[row, n, first + 64 (p -
@@ -7,15 +7,13 @@
 // Every row lists its positions in ascending order, so that those of a range of keys follow one another: a block owns kRange keys
 // and one panel, adds row after row in shared memory, and rounds nothing before the end.
 #pragma once
-#include <cuda_bf16.h>
-
 #include <cstdint>
 
 #include "ops/context.h"
 
 namespace moetrain::ops::cuda {
 
-constexpr std::int64_t kKeyRange = 512, kMostKeyRows = 1056;  // keys of a block; rows of a call
+constexpr std::int64_t kKeyRange = 512;  // keys of a block
 
 inline std::int64_t key_ranges(std::int64_t keys) { return (keys + kKeyRange - 1) / kKeyRange; }
 // Into how many parts the rows of a call are cut, each with sums of its own, so that the device is filled.
@@ -39,10 +37,10 @@ void list_keys(Context& ctx, const std::int32_t* indices, const KeyLists& to, co
 
 struct KeyTiles {
   KeyLists lists;
-  const __nv_bfloat16* pairs;                                // (rows, K, 64 or, with panels of both, 128)
-  const __nv_bfloat16 *value0 = nullptr, *value1 = nullptr;  // (rows, N, 64 both)
-  const __nv_bfloat16* value2 = nullptr;                     // (rows, N, width2)
-  std::int64_t N, head = 0, both, width2, first, panels;
+  ConstTensor pairs;           // (lists.rows or more, K, 64 or, with panels of both, 128) bf16
+  ConstTensor value0, value1;  // (rows, N, 64 both) bf16
+  ConstTensor value2;          // (rows, N, first + 64 (panels - both) or more) bf16
+  std::int64_t head = 0, both = 0, first = 0, panels;
   float* sums;  // (key_parts, keys, 64 panels); adds
 };
 void sum_key_tiles(Context& ctx, const KeyTiles& a);
