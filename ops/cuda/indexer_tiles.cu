@@ -123,22 +123,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-template <class T>  // tensor_map of a tensor or of its data
-CUtensorMap map_of(const T& t, std::initializer_list<std::int64_t> dims, std::initializer_list<int> box) {
-  if constexpr (requires { tensor_map(t, dims, box); })
-    return tensor_map(t, dims, box);
-  else
-    return tensor_map(t.data, dims, box);
-}
-
 template <int kHeads>
 void run(Context& ctx, const IndexerSelect& a, float* scores, std::int64_t begin, std::int64_t rows) {
   constexpr int kQueries = kColumns / kHeads;
   const std::int64_t T = a.q.shape[0], J = a.q.shape[1], longest = a.documents.longest();
   launch(ctx, index_scores_kernel<kHeads>,
          {dim3(blocks(rows, kQueries), blocks(longest + kQueries, kSegment)), dim3(kThreads), Layout::bytes},
-         map_of(a.q, {kWidth, J, T}, {kPanel, kHeads, kQueries}), map_of(a.k, {kWidth, T}, {kPanel, kKeys}), a.weights.as<float>(),
-         DocumentList(a.documents), scores, begin, begin + rows, int(J), longest);
+         tensor_map(a.q, {kWidth, J, T}, {kPanel, kHeads, kQueries}), tensor_map(a.k, {kWidth, T}, {kPanel, kKeys}),
+         a.weights.as<float>(), DocumentList(a.documents), scores, begin, begin + rows, int(J), longest);
 }
 
 }  // namespace

@@ -262,14 +262,6 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-template <class T>  // tensor_map of a tensor or of its data
-CUtensorMap map_of(const T& t, std::initializer_list<std::int64_t> dims, std::initializer_list<int> box) {
-  if constexpr (requires { tensor_map(t, dims, box); })
-    return tensor_map(t, dims, box);
-  else
-    return tensor_map(t.data, dims, box);
-}
-
 void list_keys(Context& ctx, const std::int32_t* indices, const KeyLists& to, const float* values, float* turned) {
   check(to.keys <= kMostListedKeys, "key_tiles: more keys than a block's memory has bits for", {{"keys", to.keys}});
   launch(ctx, list_keys_kernel, {blocks(to.rows, 1), dim3(kListThreads), std::size_t((to.keys + 31) / 32 * (values ? 8 : 4))},
@@ -280,7 +272,7 @@ void sum_key_tiles(Context& ctx, const KeyTiles& a) {
   const KeyLists& l = a.lists;
   if (l.rows == 0 || l.keys == 0 || l.K == 0) return;
   const auto map = [](ConstTensor t) {  // (rows, N, width)
-    return t.present() ? map_of(t, {t.shape[2], t.shape[1], t.shape[0]}, {kPanel, kHeads, 1}) : CUtensorMap{};
+    return t.present() ? tensor_map(t, {t.shape[2], t.shape[1], t.shape[0]}, {kPanel, kHeads, 1}) : CUtensorMap{};
   };
   launch(
       ctx, key_tiles_kernel,
@@ -296,7 +288,7 @@ void sum_key_tiles(Context& ctx, const KeyTiles& a) {
            .head = int(a.head),
            .both = int(a.both),
            .first = int(a.first)},
-      map_of(a.pairs, {a.pairs.shape[2], l.rows * l.K}, {kPanel, kHalf}), map(a.value0), map(a.value1), map(a.value2));
+      tensor_map(a.pairs, {a.pairs.shape[2], l.rows * l.K}, {kPanel, kHalf}), map(a.value0), map(a.value1), map(a.value2));
 }
 
 }  // namespace moetrain::ops::cuda
