@@ -22,7 +22,8 @@ namespace moetrain::ops {
 
 inline void check_attention(ConstTensor q, ConstTensor kv, ConstTensor k_extra, ConstTensor o, ConstTensor lse,
                             const Documents& documents) {
-  check(q.shape.rank() == 3 && kv.shape.rank() == 3 && k_extra.shape.rank() == 2, "attention: q, kv, k_extra are not of rank 3, 3, 2",
+  check(q.shape.rank() == 3 && kv.shape.rank() == 3 && k_extra.shape.rank() == 2,
+        "attention: q, kv, k_extra are not of rank 3, 3, 2",
         {{"q", q.shape.rank()}, {"kv", kv.shape.rank()}, {"k_extra", k_extra.shape.rank()}});
   const auto T = q.shape[0], N = q.shape[1], He = k_extra.shape[1], Hn = q.shape[2] - He, Hv = kv.shape[2] - Hn;
   check(N >= 1 && Hn >= 1 && Hv >= 1, "attention: no head, or q or kv too narrow", {{"N", N}, {"Hn", Hn}, {"He", He}, {"Hv", Hv}});
@@ -76,6 +77,7 @@ struct AttentionBackward {
   Tensor dq;        // (T, N, Hn + He)
   Tensor dkv;       // (T, N, Hn + Hv)
   Tensor dk_extra;  // (T, He)
+
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   // On CUDA a block of keys takes a group of heads one after another and sums their dk_extra: few parts, yet blocks enough.
   std::int64_t heads_a_group() const {
@@ -101,8 +103,13 @@ struct AttentionBackward {
     check(dq.shape == q.shape && dkv.shape == kv.shape && dk_extra.shape == k_extra.shape, "attention: a gradient does not fit",
           {{"dq", dq.count()}, {"dkv", dkv.count()}, {"dk_extra", dk_extra.count()}});
     const auto type = q.dtype;
-    check(do_.dtype == type && dq.dtype == type && dkv.dtype == type && dk_extra.dtype == type, "attention: a gradient is not of q's type",
-          {{"q", int(type)}, {"do", int(do_.dtype)}, {"dq", int(dq.dtype)}, {"dkv", int(dkv.dtype)}, {"dk_extra", int(dk_extra.dtype)}});
+    check(do_.dtype == type && dq.dtype == type && dkv.dtype == type && dk_extra.dtype == type,
+          "attention: a gradient is not of q's type",
+          {{"q", int(type)},
+           {"do", int(do_.dtype)},
+           {"dq", int(dq.dtype)},
+           {"dkv", int(dkv.dtype)},
+           {"dk_extra", int(dk_extra.dtype)}});
   }
 };
 

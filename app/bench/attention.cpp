@@ -17,14 +17,17 @@ void bench_case(const Ceilings& ceilings, const Report& report, std::int64_t N, 
                o = b.empty(DType::bf16, {T, N, Hv}), lse = b.empty(DType::f32, {T, N}), dq = b.empty(DType::bf16, q.shape),
                dkv = b.empty(DType::bf16, kv.shape), dk_extra = b.empty(DType::bf16, k_extra.shape);
   double pairs = 0;  // of a query and a key that it sees
-  for (std::size_t n = 0; n + 1 < starts.size(); ++n) pairs += double(starts[n + 1] - starts[n]) * double(starts[n + 1] - starts[n] + 1) / 2;
-  const std::string shape = "T" + std::to_string(T) + " N" + std::to_string(N) + " " + std::to_string(Hn) + "+" + std::to_string(He) +
-                            "/" + std::to_string(Hv) + (starts.size() > 2 ? ", " + std::to_string(starts.size() - 1) + " documents" : "");
+  for (std::size_t n = 0; n + 1 < starts.size(); ++n)
+    pairs += double(starts[n + 1] - starts[n]) * double(starts[n + 1] - starts[n] + 1) / 2;
+  const std::string shape = "T" + std::to_string(T) + " N" + std::to_string(N) + " " + std::to_string(Hn) + "+" +
+                            std::to_string(He) + "/" + std::to_string(Hv) +
+                            (starts.size() > 2 ? ", " + std::to_string(starts.size() - 1) + " documents" : "");
   const auto documents = b.documents(std::move(starts));
   const double scale = 1 / std::sqrt(double(Hn + He));
   const auto forward = [&] {
-    ops::attention(b.context(),
-                   ops::AttentionForward{.q = q, .kv = kv, .k_extra = k_extra, .scale = scale, .documents = documents, .o = o, .lse = lse});
+    ops::attention(
+        b.context(),
+        ops::AttentionForward{.q = q, .kv = kv, .k_extra = k_extra, .scale = scale, .documents = documents, .o = o, .lse = lse});
   };
   const auto backward = [&] {
     ops::attention(b.context(), ops::AttentionBackward{.do_ = dout,

@@ -1,6 +1,6 @@
 // attention.cu -- attention for heads of any widths in f32 (plain FFMA) and bf16 (mma.sync): tiles of 64 rows by 64 columns, a
-// chunk of 64 of the width at a time, outputs gathered in shared memory. What tensor cores like best is in
-// attention_forward.cu and attention_backward.cu.
+// chunk of 64 of the width at a time, outputs gathered in shared memory. What tensor cores like best is in attention_forward.cu
+// and attention_backward.cu.
 #include "ops/cuda/attention.cuh"
 #include "ops/cuda/attention_products.cuh"
 
@@ -84,8 +84,10 @@ __device__ void multiply(Fragment& c, const __nv_bfloat16 (*a)[Tiles<__nv_bfloat
     load_matrices(as, &a[16 * warp() + lane() % 16][k + lane() / 16 * 8]);
 #pragma unroll
     for (int j = 0; j < kTileSums; j += 2) {
-      if constexpr (kTransposeB) load_matrices(bs, &b[8 * (j + matrix / 2) + in_matrix][k + matrix % 2 * 8]);
-      else load_matrices_transposed(bs, &b[k + matrix % 2 * 8 + in_matrix][8 * (j + matrix / 2)]);
+      if constexpr (kTransposeB)
+        load_matrices(bs, &b[8 * (j + matrix / 2) + in_matrix][k + matrix % 2 * 8]);
+      else
+        load_matrices_transposed(bs, &b[k + matrix % 2 * 8 + in_matrix][8 * (j + matrix / 2)]);
       multiply_matrices(c.at[j], as, bs[0], bs[1]);
       multiply_matrices(c.at[j + 1], as, bs[2], bs[3]);
     }
@@ -101,7 +103,8 @@ __device__ void multiply(Fragment& c, const float (*a)[Tiles<float>::kRow], cons
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         Pack<float, 4> bs;
-        if constexpr (kTransposeB) bs = load<4>(&b[column_of(j, i)][k]);
+        if constexpr (kTransposeB)
+          bs = load<4>(&b[column_of(j, i)][k]);
         else
           for (int l = 0; l < 4; ++l) bs.at[l] = b[k + l][column_of(j, i)];
 #pragma unroll
@@ -185,7 +188,8 @@ __global__ void __launch_bounds__(kThreads) attention_forward_kernel(Problem<X> 
   float* const sums = reinterpret_cast<float*>(shared + sizeof(Tiles<X>)) + threadIdx.x;
   const int n = int(blockIdx.y);
   const std::int64_t first = std::int64_t(gridDim.x - 1 - blockIdx.x) * kTile, last = min(first + kTile, p.T) - 1;
-  const Seen seen[2] = {columns_of<false>(p.documents, first + row_of(0), p.T), columns_of<false>(p.documents, first + row_of(2), p.T)};
+  const Seen seen[2] = {columns_of<false>(p.documents, first + row_of(0), p.T),
+                        columns_of<false>(p.documents, first + row_of(2), p.T)};
   const float to_log2 = p.scale * kLog2E;
   float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
   clear(sums, chunks(o.width));
@@ -274,8 +278,10 @@ __global__ void __launch_bounds__(kThreads)
       add_weighted(extra_sums, tiles, p, n, columns.extra, column, 1, 1);
     }
     write(nope_sums, to.nope, n, first, p.T, p.scale, p.scale);
-    if constexpr (kRowsAreKeys) write(value_sums, to.value, n, first, p.T, 1, 1);
-    else write(extra_sums, to.extra, n, first, p.T, p.scale, p.scale);
+    if constexpr (kRowsAreKeys)
+      write(value_sums, to.value, n, first, p.T, 1, 1);
+    else
+      write(extra_sums, to.extra, n, first, p.T, p.scale, p.scale);
   }
   if constexpr (kRowsAreKeys) write(extra_sums, to.extra_parts, int(blockIdx.y), first, p.T, p.scale, p.scale);
 }
@@ -369,12 +375,13 @@ auto problem(const Args& a, ConstTensor documents) {
   const std::int64_t T = a.q.shape[0], N = a.q.shape[1], He = a.k_extra.shape[1], Hq = a.q.shape[2], Hn = Hq - He;
   const std::int64_t Hkv = a.kv.shape[2], Hv = Hkv - Hn;
   const X *q = device_pointer<S>(a.q), *kv = device_pointer<S>(a.kv);
-  Problem<X> p = {.queries = {{q, Hq, N * Hq, int(Hn)}, {q + Hn, Hq, N * Hq, int(He)}, {}},
-                  .keys = {{kv, Hkv, N * Hkv, int(Hn)}, {device_pointer<S>(a.k_extra), 0, He, int(He)}, {kv + Hn, Hkv, N * Hkv, int(Hv)}},
-                  .documents = reinterpret_cast<const int2*>(documents.data),
-                  .T = T,
-                  .N = int(N),
-                  .scale = float(a.scale)};
+  Problem<X> p = {
+      .queries = {{q, Hq, N * Hq, int(Hn)}, {q + Hn, Hq, N * Hq, int(He)}, {}},
+      .keys = {{kv, Hkv, N * Hkv, int(Hn)}, {device_pointer<S>(a.k_extra), 0, He, int(He)}, {kv + Hn, Hkv, N * Hkv, int(Hv)}},
+      .documents = reinterpret_cast<const int2*>(documents.data),
+      .T = T,
+      .N = int(N),
+      .scale = float(a.scale)};
   constexpr int kPack = 16 / sizeof(X);
   p.in_packs = Hn % kPack == 0 && Hv % kPack == 0 && in_packs<kPack>(He, {a.q, a.kv, a.k_extra});
   return p;
@@ -383,7 +390,8 @@ auto problem(const Args& a, ConstTensor documents) {
 template <class X>
 std::size_t shared_bytes(std::int64_t sums) {
   const std::int64_t bytes = std::int64_t(sizeof(Tiles<X>)) + sums * kChunkSums * std::int64_t(sizeof(float));
-  check(bytes <= kSharedBytes, "attention: heads this wide do not fit a block's shared memory", {{"bytes", bytes}, {"most", kSharedBytes}});
+  check(bytes <= kSharedBytes, "attention: heads this wide do not fit a block's shared memory",
+        {{"bytes", bytes}, {"most", kSharedBytes}});
   return std::size_t(bytes);
 }
 
@@ -400,7 +408,8 @@ void forward(Context& ctx, const AttentionForward& a, ConstTensor documents) {
            Part<X>{device_pointer<S>(a.o), Hv, N * Hv, int(Hv)}, lse);
   if (!a.probability.present()) return;
   cuda_ok(cudaMemsetAsync(a.probability.data, 0, std::size_t(a.probability.bytes()), ctx.stream));
-  launch(ctx, attention_probability_kernel<X>, {dim3(blocks(T, kTile), blocks(a.documents.longest(), kTile) + 1), kThreads, shared_bytes<X>(0)}, p, lse,
+  launch(ctx, attention_probability_kernel<X>,
+         {dim3(blocks(T, kTile), blocks(a.documents.longest(), kTile) + 1), kThreads, shared_bytes<X>(0)}, p, lse,
          a.probability.as<float>(), a.probability.shape[1]);
 }
 
@@ -422,14 +431,16 @@ void backward(Context& ctx, const AttentionBackward& a, const AttentionBackward:
   launch(ctx, attention_backward_kernel<X, false>, {dim3(blocks(T, kTile), unsigned(N)), kThreads, shared_bytes<X>(sums)}, p,
          of_queries, lse, delta, stride, 1);
   launch(ctx, attention_backward_kernel<X, true>,
-         {dim3(blocks(T, kTile), unsigned(groups)), kThreads, shared_bytes<X>(sums + chunks(int(Hv)))}, p, of_keys, lse, delta, stride,
-         int(heads));
+         {dim3(blocks(T, kTile), unsigned(groups)), kThreads, shared_bytes<X>(sums + chunks(int(Hv)))}, p, of_keys, lse, delta,
+         stride, int(heads));
 }
 
 }  // namespace
 
 void cuda::find_documents(Context& ctx, const Documents& documents, Tensor of_rows) {
-  check(documents.on_device.present(), "attention: CUDA needs the list of documents on the device", {{"documents", documents.count()}});
+  check(documents.on_device.present(), "attention: CUDA needs the list of documents on the device",
+        {{"documents", documents.count()}});
+  check(of_rows.shape[0] < std::int64_t(1) << 30, "attention: more positions than CUDA counts", {{"T", of_rows.shape[0]}});
   launch(ctx, attention_documents_kernel, {blocks(of_rows.shape[0], 256), 256}, documents.on_device.as<std::int64_t>(),
          documents.count(), static_cast<int2*>(of_rows.data), of_rows.shape[0]);
 }
@@ -470,8 +481,10 @@ void cuda::attention(Context& ctx, const AttentionBackward& a) {
     if (a.q.shape[0] == 0) return;
     find_documents(ctx, a.documents, scratch.documents);
     row_statistics(ctx, a, scratch.lse, scratch.delta);
-    if (wgmma_takes(a)) attention_wgmma(ctx, a, scratch);
-    else backward<decltype(storage)>(ctx, a, scratch);
+    if (wgmma_takes(a))
+      attention_wgmma(ctx, a, scratch);
+    else
+      backward<decltype(storage)>(ctx, a, scratch);
     sum_extra_parts(ctx, scratch.extra_parts, a.dk_extra);
   });
 }

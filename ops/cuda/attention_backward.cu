@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (group < 0) {
     leave_registers<24>();
     if (threadIdx.x != 0) return;
-    const Rows of_rows = kRowsAreKeys ? keys_of(maps) : queries_of(maps), of_columns = kRowsAreKeys ? queries_of(maps) : keys_of(maps);
+    const Rows of_rows = kRowsAreKeys ? keys_of(maps) : queries_of(maps),
+               of_columns = kRowsAreKeys ? queries_of(maps) : keys_of(maps);
     for (int n = first_head; n <= last_head; ++n, rows.next()) {
       rows.expect(kRowsKeyBytes + kRowsValueBytes);
       for (int at = 0; at < kRows; at += kBox) {
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const float to_log2 = scale * kLog2E;
   const int mine = first + 64 * group;
   const int all_low = columns_of<kRowsAreKeys>(documents, min(mine + 63, T - 1), T).low,  // what all rows of the group see
-            all_high = columns_of<kRowsAreKeys>(documents, min(mine, T - 1), T).high;
+      all_high = columns_of<kRowsAreKeys>(documents, min(mine, T - 1), T).high;
   unsigned char* const staged = base + warp() / 2 * kRowBoxBytes + group * kBoxBytes + warp() % 2 * 4096;
   float d_key[96], d_value[kRowsAreKeys ? 64 : 1];  // d_key is [nope | extra]
 #pragma unroll
@@ -191,17 +192,17 @@ __global__ void __launch_bounds__(kThreads, 1)
 bool cuda::wgmma_takes(const AttentionBackward& a) { return takes(a, {a.do_, a.q, a.kv, a.k_extra, a.dq, a.dkv}); }
 
 void cuda::attention_wgmma(Context& ctx, const AttentionBackward& a, const AttentionBackward::Scratch& scratch) {
-  const std::int64_t T = a.q.shape[0], N = a.q.shape[1], groups = scratch.extra_parts.shape[0], row_blocks = (T + kRows - 1) / kRows;
+  const std::int64_t T = a.q.shape[0], N = a.q.shape[1], groups = scratch.extra_parts.shape[0],
+                     row_blocks = (T + kRows - 1) / kRows;
   const Maps maps = maps_of(a);
   const auto* documents = static_cast<const int2*>(scratch.documents.data);
   const float *lse = scratch.lse.as<float>(), *delta = scratch.delta.as<float>();
   const std::int64_t stride = scratch.lse.shape[1];
   const Gradients to = {device_pointer<bf16>(a.dq), device_pointer<bf16>(a.dkv), scratch.extra_parts.as<float>()};
-  launch(ctx, attention_backward_wgmma_kernel<true>, {blocks(row_blocks * groups, 1), kThreads, Stream<true>::kBytes}, maps, documents, lse,
-         delta, stride, to, int(T), int(N), float(a.scale), int(a.heads_a_group()),
-         heads_a_section(T, groups));
-  launch(ctx, attention_backward_wgmma_kernel<false>, {blocks(row_blocks * N, 1), kThreads, Stream<false>::kBytes}, maps, documents, lse,
-         delta, stride, to, int(T), int(N), float(a.scale), 1, heads_a_section(T, N));
+  launch(ctx, attention_backward_wgmma_kernel<true>, {blocks(row_blocks * groups, 1), kThreads, Stream<true>::kBytes}, maps,
+         documents, lse, delta, stride, to, int(T), int(N), float(a.scale), int(a.heads_a_group()), heads_a_section(T, groups));
+  launch(ctx, attention_backward_wgmma_kernel<false>, {blocks(row_blocks * N, 1), kThreads, Stream<false>::kBytes}, maps, documents,
+         lse, delta, stride, to, int(T), int(N), float(a.scale), 1, heads_a_section(T, N));
 }
 
 }  // namespace moetrain::ops

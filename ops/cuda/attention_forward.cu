@@ -48,11 +48,13 @@ __device__ void softmax(float (&z)[64], float (&top)[2], float (&sum)[2], float 
   }
 }
 
-// grid (blocks of 128 queries * N), block kThreads: the longest blocks of a section first. Group -1 brings keys and values from the diagonal down, the others have 64 queries each and take turns: one
-// multiplies while the other is at its softmax. 687 GFLOP at T = 8192, N = 32.
+// grid (blocks of 128 queries * N), block kThreads: the longest blocks of a section first. Group -1 brings keys and values from the
+// diagonal down, the others have 64 queries each and take turns: one multiplies while the other is at its softmax. 687 GFLOP at
+// T = 8192, N = 32.
 __global__ void __launch_bounds__(kThreads, 1)
-    attention_forward_wgmma_kernel(const __grid_constant__ Maps maps, const int2* __restrict__ documents, __nv_bfloat16* __restrict__ o,
-                                   float* __restrict__ lse, int T, int N, float scale, int heads_a_section) {
+    attention_forward_wgmma_kernel(const __grid_constant__ Maps maps, const int2* __restrict__ documents,
+                                   __nv_bfloat16* __restrict__ o, float* __restrict__ lse, int T, int N, float scale,
+                                   int heads_a_section) {
   extern __shared__ unsigned char shared[];
   __shared__ std::uint64_t queries_full, key_barriers[2 * kStages], value_barriers[2 * kStages];
   unsigned char* const staged = aligned(shared);  // queries, and o at the end
@@ -92,7 +94,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (turn + 1 < turns) bring_keys(turn + 1);
       values.expect(kValueBytes);
       for (int at = 0; at < kColumns; at += kBox)
-        columns.bring_value(values.here() + at * kBox * 2, kPanelBytes, n, (begin + turns - 1 - turn) * kColumns + at, values.full());
+        columns.bring_value(values.here() + at * kBox * 2, kPanelBytes, n, (begin + turns - 1 - turn) * kColumns + at,
+                            values.full());
       values.next();
     }
     return;

@@ -7,7 +7,7 @@
 namespace moetrain::ops::cuda::attention_tiles {
 
 constexpr int kNope = 128, kExtra = 64, kValue = 128, kKey = kNope + kExtra;
-constexpr int kBox = 64, kBoxBytes = kBox * kBox * 2;  // columns and rows of what one copy brings
+constexpr int kBox = 64, kBoxBytes = kBox * kBox * 2;        // columns and rows of what one copy brings
 constexpr int kRows = 128, kRowBoxBytes = kRows * kBox * 2;  // rows of a block; 64 columns of them
 constexpr int kRowsKeyBytes = 3 * kRowBoxBytes, kRowsValueBytes = 2 * kRowBoxBytes;
 constexpr int kGroup = 128, kThreads = 3 * kGroup;  // a warpgroup; one brings, two multiply, 64 of the block's rows each
@@ -113,8 +113,8 @@ __device__ void start_dots(float (&d)[kCount], std::uint32_t rows, std::uint32_t
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kSteps; ++k)
-    wgmma(d, a + (k / 4 * kRowBoxBytes >> 4) + k % 4 * step_of(Along::k), b + (k / 4 * column_panel_bytes >> 4) + k % 4 * step_of(Along::k),
-          k > 0);
+    wgmma(d, a + (k / 4 * kRowBoxBytes >> 4) + k % 4 * step_of(Along::k),
+          b + (k / 4 * column_panel_bytes >> 4) + k % 4 * step_of(Along::k), k > 0);
   wgmma_commit();
   settle(d);
 }
@@ -150,7 +150,8 @@ __device__ void write_rows(const float* d, float low, float high, unsigned char*
   for (int i = 0; i < kTiles / 2; ++i) {
     const int pack = i * kWarp + l, s = pack / kTiles, j = pack % kTiles;
     if (first + s < T)
-      *reinterpret_cast<uint4*>(to + (first + s) * row + 8 * j) = *reinterpret_cast<const uint4*>(stage + s * kRowBytes + (j ^ s % 8) * 16);
+      *reinterpret_cast<uint4*>(to + (first + s) * row + 8 * j) =
+          *reinterpret_cast<const uint4*>(stage + s * kRowBytes + (j ^ s % 8) * 16);
   }
 }
 
@@ -166,8 +167,8 @@ Maps maps_of(const Args& a) {
 
 template <class Args>
 bool takes(const Args& a, std::initializer_list<ConstTensor> tensors) {
-  return a.q.dtype == DType::bf16 && a.q.shape[2] == kKey && a.k_extra.shape[1] == kExtra && a.o.shape[2] == kValue && a.scale > 0 &&
-         in_packs<8>(kKey, tensors);
+  return a.q.dtype == DType::bf16 && a.q.shape[2] == kKey && a.k_extra.shape[1] == kExtra && a.o.shape[2] == kValue &&
+         a.scale > 0 && in_packs<8>(kKey, tensors);
 }
 
 }  // namespace moetrain::ops::cuda::attention_tiles

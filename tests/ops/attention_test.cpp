@@ -354,8 +354,8 @@ struct Shape3 {
 TEST_CASE("attention on CUDA is within rounding of the f64 reference", "[ops][cuda]") {
   if (!cuda_device_here()) return;
   const auto type = GENERATE(DType::f32, DType::bf16);
-  const auto heads = GENERATE(Shape3{1, 1, 0, 1}, Shape3{3, 17, 5, 11}, Shape3{2, 64, 64, 64}, Shape3{2, 128, 64, 128},
-                              Shape3{1, 256, 64, 256});
+  const auto heads =
+      GENERATE(Shape3{1, 1, 0, 1}, Shape3{3, 17, 5, 11}, Shape3{2, 64, 64, 64}, Shape3{2, 128, 64, 128}, Shape3{1, 256, 64, 256});
   const auto starts = GENERATE(Starts{0, 1}, Starts{0, 1, 2, 3}, Starts{0, 129}, Starts{0, 3, 3, 4, 200, 331, 332});
   CAPTURE(name_of(type), heads.N, heads.Hn, heads.He, heads.Hv, starts.back());
   Bench bench(81);
@@ -431,7 +431,8 @@ TEST_CASE("attention on CUDA keeps a document's bits when another one and later 
   CHECK(same(after.o.rows(170, 350), before.o.rows(170, 350)));
 }
 
-TEST_CASE("attention backward on CUDA sums dk_extra over groups of heads, and gives each head what it gives it alone", "[ops][cuda]") {
+TEST_CASE("attention backward on CUDA sums dk_extra over groups of heads, and gives each head what it gives it alone",
+          "[ops][cuda]") {
   if (!cuda_device_here()) return;
   const auto heads = GENERATE(Shape3{4, 16, 8, 8}, Shape3{4, 128, 64, 128});
   constexpr std::int64_t kTimes = 600;
@@ -443,7 +444,8 @@ TEST_CASE("attention backward on CUDA sums dk_extra over groups of heads, and gi
     const std::int64_t row = t.shape.row() * size_of(t.dtype);
     const Tensor out = bench.empty(t.dtype, {t.shape[0], kTimes * t.shape[1], t.shape[2]});
     for (std::int64_t i = 0; i < t.shape[0] * kTimes; ++i)
-      std::memcpy(static_cast<std::byte*>(out.data) + i * row, static_cast<const std::byte*>(t.data) + i / kTimes * row, std::size_t(row));
+      std::memcpy(static_cast<std::byte*>(out.data) + i * row, static_cast<const std::byte*>(t.data) + i / kTimes * row,
+                  std::size_t(row));
     return out;
   };
   many.q = repeated(few.q), many.kv = repeated(few.kv), many.dout = repeated(few.dout);
@@ -452,7 +454,8 @@ TEST_CASE("attention backward on CUDA sums dk_extra over groups of heads, and gi
   const Problem want = few.on_cuda(bench, false), got = many.on_cuda(bench, false);
   const auto same = [](ConstTensor a, ConstTensor b) { return std::memcmp(a.data, b.data, std::size_t(a.bytes())) == 0; };
   CHECK((same(got.o, repeated(want.o)) && same(got.dq, repeated(want.dq)) && same(got.dkv, repeated(want.dkv))));
-  const Tensor sum = bench.filled(DType::f64, want.dk_extra.shape, [&](std::int64_t i) { return kTimes * Bench::get(want.dk_extra, i); });
+  const Tensor sum =
+      bench.filled(DType::f64, want.dk_extra.shape, [&](std::int64_t i) { return kTimes * Bench::get(want.dk_extra, i); });
   CHECK(difference(got.dk_extra, sum, 1e-2) == "");
 }
 
