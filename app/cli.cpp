@@ -18,8 +18,8 @@
 namespace moetrain::app {
 namespace {
 
-constexpr const char* kCommands[] = {"train", "check", "plan", "inspect", "bench"};
-constexpr const char* kNotYet[] = {"import", "export", "verify"};
+constexpr const char* kCommands[] = {"train", "check", "plan", "inspect", "bench", "verify"};
+constexpr const char* kNotYet[] = {"import", "export"};
 
 std::string version_text() {
   std::string text = std::string("moetrain ") + kVersion + " (commit " + kCommit + ")\n";
@@ -49,7 +49,7 @@ std::vector<std::string> with_command(int argc, const char* const* argv) {
   if (std::count(std::begin(kNotYet), std::end(kNotYet), first) > 0) refuse(first + ": not in this version", "moetrain --help");
   const bool file = first.find_first_of("./") != std::string::npos || std::filesystem::exists(first);
   if (first[0] != '-' && !file)
-    refuse("unknown command " + first + ": neither train, check, plan, inspect, bench nor a job file", "moetrain --help");
+    refuse("unknown command " + first + ": neither train, check, plan, inspect, bench, verify nor a job file", "moetrain --help");
   words.insert(words.begin(), "train");
   return words;
 }
@@ -167,6 +167,18 @@ CLI::App& add_bench(CLI::App& app, BenchArguments& a) {
   return c;
 }
 
+CLI::App& add_verify(CLI::App& app, VerifyArguments& a) {
+  CLI::App& c = *app.add_subcommand(
+      "verify", "Every operator of the job on this machine's GPU, at the job's shapes, beside the CPU's in f64");
+  add_job(c, a.job);
+  c.footer(
+      "Needs neither the job's data nor its other ranks. Sums are compared at their whole length, for some rows, heads and experts,\n"
+      "which run.seed chooses.\n"
+      "Examples:\n  moetrain verify job.yaml\n  moetrain verify job.yaml --set run.seed=2\n"
+      "Exit codes: 0 all right, 2 the job is wrong, 3 an operator is wrong or there is no GPU.");
+  return c;
+}
+
 }  // namespace
 
 Command parse(int argc, const char* const* argv) {
@@ -181,8 +193,9 @@ Command parse(int argc, const char* const* argv) {
   PlanArguments plan;
   InspectArguments inspect;
   BenchArguments bench;
+  VerifyArguments verify;
   const CLI::App &train_app = add_train(app, train), &check_app = add_check(app, check), &plan_app = add_plan(app, plan);
-  const CLI::App& bench_app = add_bench(app, bench);
+  const CLI::App &bench_app = add_bench(app, bench), &verify_app = add_verify(app, verify);
   add_inspect(app, inspect);
   if (words[0] == "--version") return Answer{version_text()};
   const std::string command = words[0];
@@ -200,6 +213,7 @@ Command parse(int argc, const char* const* argv) {
   if (check_app.parsed()) return check;
   if (plan_app.parsed()) return plan;
   if (bench_app.parsed()) return bench;
+  if (verify_app.parsed()) return verify;
   return inspect;
 }
 

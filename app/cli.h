@@ -34,10 +34,14 @@ struct BenchArguments {
   std::vector<std::string> names;  // empty: all
   bool json = false;
 };
+struct VerifyArguments {
+  JobArguments job;
+};
 struct Answer {
   std::string text;  // help or the version, as asked for
 };
-using Command = std::variant<TrainArguments, CheckArguments, PlanArguments, InspectArguments, BenchArguments, Answer>;
+using Command =
+    std::variant<TrainArguments, CheckArguments, PlanArguments, InspectArguments, BenchArguments, VerifyArguments, Answer>;
 
 Command parse(int argc, const char* const* argv);  // a wrong command line is an Error of one line
 

@@ -10,5 +10,6 @@ ExitCode check(const CheckArguments& arguments, int ranks);  // ranks: this proc
 ExitCode plan(const PlanArguments& arguments);
 ExitCode inspect(const InspectArguments& arguments);
 ExitCode bench(const BenchArguments& arguments);
+ExitCode verify(const VerifyArguments& arguments);
 
 }  // namespace moetrain::app

@@ -51,6 +51,7 @@ ExitCode run(const app::Command& command, int ranks) {
   if (const auto* plan = std::get_if<app::PlanArguments>(&command)) return app::plan(*plan);
   if (const auto* inspect = std::get_if<app::InspectArguments>(&command)) return app::inspect(*inspect);
   if (const auto* bench = std::get_if<app::BenchArguments>(&command)) return app::bench(*bench);
+  if (const auto* verify = std::get_if<app::VerifyArguments>(&command)) return app::verify(*verify);
   std::cout << std::get<app::Answer>(command).text;
   return ExitCode::done;
 }

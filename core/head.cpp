@@ -7,22 +7,16 @@
 #include "ops/rmsnorm.h"
 
 namespace moetrain::core {
-namespace {
 
-// Blocks of the loss when the job leaves them open. On a GPU a block of tokens keeps its logits over the whole vocabulary, which
-// saves a product, where that takes no more than kDeviceBytes (2048 tokens of 163840 words in bf16: 640 MiB).
-struct Blocks {
-  std::int64_t seq, vocab;
-};
-Blocks chosen_blocks(const LossConfig& asked, const ops::Context& ctx, DType dtype, std::int64_t V) {
+// On a GPU a block of tokens keeps its logits over the whole vocabulary, which saves a product, where that takes no more than
+// kDeviceBytes (2048 tokens of 163840 words in bf16: 640 MiB).
+LossBlocks chosen_blocks(const LossConfig& asked, const ops::Context& ctx, DType dtype, std::int64_t V) {
   constexpr std::int64_t kDeviceBytes = 768 << 20, kHostElements = 16 << 20;
   const bool cuda = ctx.device() == Device::cuda || (ctx.dry() && ctx.plans_for == Device::cuda);
   const std::int64_t seq = asked.seq_chunk > 0 ? asked.seq_chunk : cuda ? 2048 : 1024;
   const std::int64_t elements = cuda ? kDeviceBytes / size_of(dtype) : kHostElements;
   return {seq, asked.vocab_chunk > 0 ? asked.vocab_chunk : std::min(V, std::max<std::int64_t>(1, elements / seq))};
 }
-
-}  // namespace
 
 Head::Head(const ModelConfig& m, ParamTable& table, int embedding)
     : eps_(m.rms_norm_eps),
@@ -50,7 +44,7 @@ void Head::forward(Pass& pass, const Bank& bank, ConstTensor p, Kept& k) const {
   const bool training = pass.mode != PassMode::evaluate;
   if (training) k.dhidden = pass.keep(p.shape);
   const ConstTensor w = pass.params.weight(weight_);
-  const Blocks blocks = chosen_blocks(pass.config.loss, pass.ctx, pass.dtype, w.shape[0]);
+  const LossBlocks blocks = chosen_blocks(pass.config.loss, pass.ctx, pass.dtype, w.shape[0]);
   const auto category = pass.ctx.scratch.set_category(Category::loss);
   ops::cross_entropy(pass.ctx,
                      ops::CrossEntropy{.hidden = k.hidden,

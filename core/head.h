@@ -6,6 +6,12 @@
 
 namespace moetrain::core {
 
+// Tokens and vocabulary rows of a block of the loss: as asked, chosen for the device where the job leaves them open.
+struct LossBlocks {
+  std::int64_t seq, vocab;
+};
+LossBlocks chosen_blocks(const LossConfig& asked, const ops::Context& ctx, DType dtype, std::int64_t V);
+
 class Head {
  public:
   struct Kept {

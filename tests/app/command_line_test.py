@@ -59,6 +59,7 @@ class CommandLine(InAFolder):
             "check": ["--ranks", "--set"],
             "plan": ["--ranks", "--device-memory", "--host-memory", "--json", "--set"],
             "inspect": ["PATH"],
+            "verify": ["JOB.yaml", "--set", "run.seed"],
         }
         for command, wanted in flags.items():
             result = call(command, "--help")
@@ -107,10 +108,23 @@ class CommandLine(InAFolder):
             self.assertEqual(json.loads(result.stdout)["fits"], fits, size)
 
     def test_commands_that_this_version_lacks_are_told_from_mistyped_ones(self):
-        for command in ("import", "export", "verify"):
+        for command in ("import", "export"):
             result = call(command, "anything")
             self.assertEqual((result.returncode, result.stdout), (2, ""), command)
             self.assertEqual(result.stderr, f"moetrain: {command}: not in this version (see moetrain --help)\n")
+
+    def test_verify_without_a_gpu_or_with_a_wrong_job_is_one_error(self):
+        job = self.job(data=self.root / "absent.txt")  # verify asks for no data
+        blind = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        result = call("verify", job, env=blind)
+        self.assertEqual((result.returncode, result.stdout), (3, ""))
+        self.assertRegex(result.stderr, r"\Averify: (no GPU is seen here|this build has no CUDA); [^\n]*\n\Z")
+        for words, wrong in [([job, "--set", "run.dtype=fp64"], f"{job}: run.dtype: fp64 runs on the CPU only, which is the reference itself\n"),
+                             ([self.root / "none.yaml"], "none.yaml"), ([job, "--set", "model.hiden_size=3"], "did you mean hidden_size?"),
+                             ([], "JOB.yaml is required"), ([job, "linear"], "linear")]:
+            result = call("verify", *words, env=blind)
+            self.assertEqual((result.returncode, result.stdout), (2, ""), words)
+            self.assertIn(wrong, result.stderr)
 
     def test_what_is_no_run_is_said_by_one_rank_of_many(self):
         job = self.job()
