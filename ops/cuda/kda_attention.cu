@@ -47,7 +47,7 @@ __device__ void pairwise_scores(const float* g, const S* q, const S* k, const fl
     for (int j = i; j >= i / kSub * kSub; --j) {
       float qk = 0, kk = 0;
       for (int x = 0; x < kPer; ++x) {
-        const float kD = to_float(k[place<S, kWidth>(j, lane * kPer + x)]) * exp2f(G[x]);
+        const float kD = to_float(k[place<S, kWidth>(j, lane * kPer + x)]) * power_of_2(G[x]);
         qk += qi[x] * kD;
         kk += ki[x] * kD;
         G[x] += g[place<float, kWidth>(j, lane * kPer + x)];
@@ -130,13 +130,11 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(S) == 2 ? 2 : 1)
   x.template fill<false>(
       in, chunk, head,
       [&](const float* g, const S* q, const S* k) { pairwise_scores<S, kWidth>(g, q, k, x.beta, in.scale, L, p_out); },
-      [&](const Own<kWidth>& own, int row, const float(&q)[2], const float(&since)[2], const float(&)[2]) {
-        float y[2];
-        for (int e = 0; e < 2; ++e) y[e] = in.scale * q[e] * since[e] * x.before(own.sub, own.d + e);
-        put<S, kWidth>(q_out, row, own.d, y[0], y[1]);
+      [&](const Own<kWidth>& own, int row, const float(&q)[2], const float(&since)[2], const float(&)[2], const float(&before)[2]) {
+        put<S, kWidth>(q_out, row, own.d, in.scale * q[0] * since[0] * before[0], in.scale * q[1] * since[1] * before[1]);
       },
-      [&](const Own<kWidth>& own, int row, const float(&k)[2]) {
-        put<S, kWidth>(k_out, row, own.d, k[0] * x.after(own.sub, own.d), k[1] * x.after(own.sub, own.d + 1));
+      [&](const Own<kWidth>& own, int row, const float(&k)[2], const float(&after)[2]) {
+        put<S, kWidth>(k_out, row, own.d, k[0] * after[0], k[1] * after[1]);
       });
   if (threadIdx.x < kWidth) out.decay[tile * kWidth + threadIdx.x] = x.before(kSubs, int(threadIdx.x));
 

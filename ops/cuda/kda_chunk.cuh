@@ -14,7 +14,7 @@ constexpr int kRows = int(kKdaChunk), kSub = int(kKdaSubChunk), kSubs = kRows / 
 constexpr int kChunkThreads = 256;
 constexpr float kLog2E = 1.4426950408889634F;
 
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0F, 1.0F + exp2f(-kLog2E * x)); }
+__device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0F + power_of_2(-kLog2E * x)); }
 
 // KdaAttention as kernels see it.
 template <class S>
@@ -142,7 +142,7 @@ struct Window {
 template <class S>
 struct Gate {
   float rate, bias[2];
-  __device__ __forceinline__ Gate(const KdaInputs<S>& in, int head, int d) : rate(exp2f(kLog2E * in.a_log[head])) {
+  __device__ __forceinline__ Gate(const KdaInputs<S>& in, int head, int d) : rate(power_of_2(kLog2E * in.a_log[head])) {
     for (int e = 0; e < 2; ++e) bias[e] = d + e < in.H ? in.dt_bias[std::int64_t(head) * in.H + d + e] : 0;
   }
   __device__ __forceinline__ float log2_decay(const KdaInputs<S>& in, float f, int e) const {
@@ -209,7 +209,8 @@ struct Operands {
   }
 
   // Fills all. between(g, q, k tiles): called once by all threads when !factored, before the operands take their place.
-  // forwards(row, r, q, k, exp(G), G / ln 2) and backwards(row, r, k exp(G_end - G)) once a row and thread, for e = 0, 1.
+  // forwards(own, row, q, exp(G), G / ln 2, exp(G) at the sub-chunk's start) and backwards(own, row, k exp(G_end - G),
+  // exp(G_last - G_end)) once a row and thread, each of two channels.
   template <bool kFoldBeta, class Between, class Forwards, class Backwards>
   __device__ __forceinline__ void fill(const KdaInputs<S>& in, const Chunk& chunk, int head, Between between, Forwards forwards,
                                        Backwards backwards) {
@@ -253,7 +254,7 @@ struct Operands {
           whole[e] += g[r][e];
         }
       }
-      for (int e = 0; e < 2; ++e) decay[own.sub * kWidth + own.d + e] = exp2f(whole[e]);
+      for (int e = 0; e < 2; ++e) decay[own.sub * kWidth + own.d + e] = power_of_2(whole[e]);
     }
     __syncthreads();  // waits for the squares, the decays and beta
     const float qq = squares_q.sum(), kk = squares_k.sum();
@@ -279,6 +280,8 @@ struct Operands {
       __syncthreads();  // waits for their readers
     }
     if (own.active) {
+      const float sub_before[2] = {before(own.sub, own.d), before(own.sub, own.d + 1)};
+      const float sub_after[2] = {after(own.sub, own.d), after(own.sub, own.d + 1)};
       float G[2] = {0, 0};
 #pragma unroll
       for (int r = 0; r < kSub; ++r) {
@@ -288,14 +291,14 @@ struct Operands {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           G[e] += g[r][e];
-          since[e] = exp2f(G[e]);
+          since[e] = power_of_2(G[e]);
           qh[e] = rq * to_float(q[r].at[e]);
           kh[e] = rk * to_float(k[r].at[e]);
         }
         put<S, kWidth>(aq, row, own.d, qh[0] * since[0], qh[1] * since[1]);
         put<S, kWidth>(ak, row, own.d, fold * kh[0] * since[0], fold * kh[1] * since[1]);
-        if (in.factored) put<S, kWidth>(kd, row, own.d, __fdividef(kh[0], since[0]), __fdividef(kh[1], since[1]));
-        forwards(own, row, qh, since, G);
+        if (in.factored) put<S, kWidth>(kd, row, own.d, kh[0] * reciprocal(since[0]), kh[1] * reciprocal(since[1]));
+        forwards(own, row, qh, since, G, sub_before);
       }
       float left[2] = {0, 0}, next[2], second[2];  // decay of the one and two sub-chunks that follow
       for (int e = 0; e < 2; ++e) {
@@ -309,20 +312,20 @@ struct Operands {
         float ks[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          ks[e] = rk * to_float(k[r].at[e]) * exp2f(left[e]);
+          ks[e] = rk * to_float(k[r].at[e]) * power_of_2(left[e]);
           left[e] += g[r][e];
         }
         put<S, kWidth>(ku, row, own.d, ks[0], ks[1]);
         if (own.sub < 2) put<S, kWidth>(ku, kRows + kSub * own.sub + r, own.d, ks[0] * next[0], ks[1] * next[1]);
         if (own.sub == 0) put<S, kWidth>(ku, kRows + 2 * kSub + r, own.d, ks[0] * second[0], ks[1] * second[1]);
-        backwards(own, row, ks);
+        backwards(own, row, ks, sub_after);
       }
     }
     __syncthreads();  // waits for the operands
   }
 };
 
-// ---- The two passes that forward and backward share (kda_attention.cu).
+// ---- The two passes that forward and backward share (kda_attention.cu), and the third of backward (kda_attention_gradients.cu).
 
 // Fills the tiles from the inputs; with tiles.t, for a backward.
 void kda_prepare(Context& ctx, const KdaAttention& x, const KdaTiles& tiles);
@@ -345,6 +348,10 @@ ScanShape scan_shape(const KdaAttention& x, int width, StageBytes stage_bytes) {
                std::size_t(TileRing::kBarrierBytes + stages * stage_bytes(warps))),
           stages};
 }
+
+// Backward, given the entering states, R, dO, the leaving states' gradients and dR in the tiles: the gradients of the inputs, but for
+// what the next chunk's first rows give through the convolutions (tiles.edge), and the parts of the parameters' gradients.
+void kda_gradients(Context& ctx, const KdaAttentionBackward& a, const KdaTiles& tiles);
 
 // Calls body(storage type, constant of the width) for the storage types and widths there are.
 template <class Body>

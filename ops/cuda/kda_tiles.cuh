@@ -5,6 +5,18 @@
 
 namespace moetrain::ops::cuda {
 
+// One instruction each, to two units in the last place; results below 2^-126 become zero.
+__device__ __forceinline__ float power_of_2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Where element (row, column) of a tile of kWidth columns lies. Pieces of 16 bytes change places with the row, so that eight rows
 // of one column of pieces lie in different banks. Tiles lie in device memory in the same order, so that they are copied whole.
 template <class S, int kWidth>
@@ -134,6 +146,32 @@ __device__ __forceinline__ void product(Block (&c)[kBlocks], const S* left, int 
           c[n][2 + e] += a[1] * b;
         }
     }
+  }
+}
+
+// c[m] (16, 16) += rows 16 m of left (16 kParts, 16 steps), right (16 steps, 16): the right operand is loaded once for all m.
+template <Lies kLeft, int kLeftWidth, int kRightWidth, int kParts, class S>
+__device__ __forceinline__ void product_of_rows(Block (&c)[kParts][2], const S* left, const S* right, int rc, int steps) {
+  if constexpr (sizeof(S) == 2) {
+    constexpr bool kL = kLeft == Lies::transposed;
+    const int lane = int(threadIdx.x) % kWarp;
+    const int al = kL ? lane % 8 + lane / 16 * 8 : lane % 16, ac = kL ? lane / 8 % 2 * 8 : lane / 16 * 8;
+#pragma unroll
+    for (int k = 0; k < steps; ++k) {
+      unsigned a[4], b[4];
+      load_matrices<true>(b, right + place<S, kRightWidth>(16 * k + lane % 16, rc + lane / 16 * 8));
+#pragma unroll
+      for (int m = 0; m < kParts; ++m) {
+        load_matrices<kL>(a, left + place<S, kLeftWidth>((kL ? 16 * k : 16 * m) + al, (kL ? 16 * m : 16 * k) + ac));
+        multiply(c[m][0], a, b[0], b[1]);
+        multiply(c[m][1], a, b[2], b[3]);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int m = 0; m < kParts; ++m)
+      product<kLeft, Lies::straight, kLeftWidth, kRightWidth>(c[m], left, kLeft == Lies::transposed ? 0 : 16 * m,
+                                                              kLeft == Lies::transposed ? 16 * m : 0, right, 0, rc, steps);
   }
 }
 
