@@ -12,8 +12,8 @@ namespace moetrain::app {
 namespace {
 
 void print_heading() {
-  std::printf("%-42s %-32s %-5s %-18s %9s %9s %9s %9s %11s\n", "operator", "shape", "dtype", "worst output", "element", "allowed", "norm",
-              "allowed", "ms");
+  std::printf("%-42s %-32s %-5s %-18s %9s %9s %9s %9s %11s\n", "operator", "shape", "dtype", "worst output", "element", "allowed",
+              "norm", "allowed", "ms");
 }
 
 void print_line(const Verdict& f) {

@@ -33,7 +33,7 @@ struct Inputs {
         k_extra(c.normal(c.storage(), {T, He})),
         o(c.empty(c.storage(), {T, N, Hv})),
         lse(c.empty(c.real(), {T, N})) {}
-  std::string shape() const { return sizes({{"T", T}, {"N", N}, {"", Hn}, {"+", He}, {"/", Hv}}); }
+  std::string shape() const { return sizes({{"T", T}, {"N", N}, {"Hn", Hn}, {"He", He}, {"Hv", Hv}}); }
 };
 
 // Weights rounded to bf16 show most in the few rows that have large values.
@@ -50,8 +50,8 @@ void verify_heads(const Verification& v) {
     return c.wide(t, all, columns_of_heads(heads, width)).reshape({T, n, width});
   };
   const ops::Documents documents = c.documents(), on_host{c.starts()};
-  const Tensor q64 = some(in.q, Hn + He), kv64 = some(in.kv, Hn + Hv), k_extra64 = c.wide(in.k_extra), o64 = c.host_zeros({T, n, Hv}),
-               lse64 = c.host_zeros({T, n});
+  const Tensor q64 = some(in.q, Hn + He), kv64 = some(in.kv, Hn + Hv), k_extra64 = c.wide(in.k_extra),
+               o64 = c.host_zeros({T, n, Hv}), lse64 = c.host_zeros({T, n});
   c.run("attention forward", in.shape(), [&](ops::Context& ctx) {
     ops::attention(ctx, ops::AttentionForward{.q = in.q,
                                               .kv = in.kv,
@@ -74,8 +74,8 @@ void verify_heads(const Verification& v) {
   c.compare("lse", in.lse, all, heads, lse64, {1e-4, 1e-5});
   c.tell();
 
-  const Tensor dout = c.normal(c.storage(), {T, N, Hv}), dq = c.empty(c.storage(), in.q.shape), dkv = c.empty(c.storage(), in.kv.shape),
-               dk_extra = c.empty(c.storage(), in.k_extra.shape);
+  const Tensor dout = c.normal(c.storage(), {T, N, Hv}), dq = c.empty(c.storage(), in.q.shape),
+               dkv = c.empty(c.storage(), in.kv.shape), dk_extra = c.empty(c.storage(), in.k_extra.shape);
   c.keep_columns(dout, columns_of_heads(heads, Hv));
   const Tensor dq64 = c.host_zeros(q64.shape), dkv64 = c.host_zeros(kv64.shape), dk_extra64 = c.host_zeros(k_extra64.shape);
   c.run("attention backward", in.shape(), [&](ops::Context& ctx) {
@@ -119,8 +119,9 @@ void verify_probability(const Verification& v) {
   const Tensor probability = c.empty(c.real(), {T, W}), probability64 = c.host_zeros({T, W});
   const auto call = [&](ops::Context& ctx, ConstTensor q, ConstTensor kv, ConstTensor k_extra, const ops::Documents& of, Tensor o,
                         Tensor lse, Tensor p) {
-    ops::attention(ctx, ops::AttentionForward{
-                            .q = q, .kv = kv, .k_extra = k_extra, .scale = in.scale, .documents = of, .o = o, .lse = lse, .probability = p});
+    ops::attention(
+        ctx, ops::AttentionForward{
+                 .q = q, .kv = kv, .k_extra = k_extra, .scale = in.scale, .documents = of, .o = o, .lse = lse, .probability = p});
   };
   c.run("attention forward, with probability", in.shape(),
         [&](ops::Context& ctx) { call(ctx, in.q, in.kv, in.k_extra, documents, in.o, in.lse, probability); });

@@ -34,13 +34,14 @@ void verify_attn_res(const Verification& v) {
     const auto n = std::int64_t(rows.size());
     Reference f{{}, c.host_zeros({n, D}), c.host_zeros({n, Z}), c.host_zeros({n, D}), c.host_zeros({n})};
     for (const ConstTensor& s : sources) f.sources.push_back(c.wide(s, rows));
-    ops::attn_res(c.host(), ops::AttnResForward{.sources = f.sources,
-                                                .gamma = gamma64,
-                                                .query = query64,
-                                                .eps = eps,
-                                                .y = f.y,
-                                                .weights = f.weights,
-                                                .norm = ops::RmsNormForward{.x = f.y, .w = w64, .y = f.normed, .r = f.r, .eps = eps}});
+    ops::attn_res(c.host(),
+                  ops::AttnResForward{.sources = f.sources,
+                                      .gamma = gamma64,
+                                      .query = query64,
+                                      .eps = eps,
+                                      .y = f.y,
+                                      .weights = f.weights,
+                                      .norm = ops::RmsNormForward{.x = f.y, .w = w64, .y = f.normed, .r = f.r, .eps = eps}});
     return f;
   };
   const auto reference_backward = [&](const Places& rows, const Reference& f, Tensor dgamma_to, Tensor dquery_to) {
@@ -74,22 +75,23 @@ void verify_attn_res(const Verification& v) {
   c.compare("normed", normed, rows, few.normed, c.stored());
   c.tell();
 
-  c.run("attn_res backward", shape,
-        [&] {
-          c.clear({dgamma, dquery});
-          for (const Tensor& d : dsources) c.clear({d});
-        },
-        [&](ops::Context& ctx) {
-          ops::attn_res(ctx, ops::AttnResBackward{.dy = dy,
-                                                  .sources = sources,
-                                                  .gamma = gamma,
-                                                  .query = query,
-                                                  .eps = eps,
-                                                  .weights = weights,
-                                                  .dsources = dsources,
-                                                  .dgamma = dgamma,
-                                                  .dquery = dquery});
-        });
+  c.run(
+      "attn_res backward", shape,
+      [&] {
+        c.clear({dgamma, dquery});
+        for (const Tensor& d : dsources) c.clear({d});
+      },
+      [&](ops::Context& ctx) {
+        ops::attn_res(ctx, ops::AttnResBackward{.dy = dy,
+                                                .sources = sources,
+                                                .gamma = gamma,
+                                                .query = query,
+                                                .eps = eps,
+                                                .weights = weights,
+                                                .dsources = dsources,
+                                                .dgamma = dgamma,
+                                                .dquery = dquery});
+      });
   const auto dfew = reference_backward(rows, few, {}, {});
   for (std::size_t z = 0; z < dsources.size(); ++z) c.compare("dsources", dsources[z], rows, dfew[z], OpCase::summed());
   each_block(T, Z * D, [&](std::int64_t begin, std::int64_t end) {

@@ -12,8 +12,9 @@ void verify_counts(const Verification& v) {
   const std::int64_t T = c.T(), E = c.model().num_experts, K = c.model().num_experts_per_token;
   const std::vector<std::int32_t> chosen = random_experts(c, T, E, K);
   const Tensor experts = c.put(chosen, {T, K}), counts = c.zeros(DType::i64, {E});
-  c.run("expert_count", sizes({{"T", T}, {"E", E}, {"K", K}}), [&] { c.clear({counts}); },
-        [&](ops::Context& ctx) { ops::expert_count(ctx, ops::ExpertCount{.experts = experts, .counts = counts}); });
+  c.run(
+      "expert_count", sizes({{"T", T}, {"E", E}, {"K", K}}), [&] { c.clear({counts}); },
+      [&](ops::Context& ctx) { ops::expert_count(ctx, ops::ExpertCount{.experts = experts, .counts = counts}); });
   std::vector<double> want(std::size_t(E), 0.0);
   for (const std::int32_t e : chosen) ++want[std::size_t(e)];
   c.compare("counts", counts, c.host_of(want, {E}), OpCase::exact());
@@ -22,9 +23,9 @@ void verify_counts(const Verification& v) {
 
   const Tensor start = c.normal(c.real(), {E}, 0.01), bias = c.empty(c.real(), {E});
   const double rate = c.config().moe.sign_rate;
-  c.run("sign_update", sizes({{"E", E}}),
-        [&] { copy_to_device(v.device, bias.data, c.fetch(start).data, bias.bytes()); },
-        [&](ops::Context& ctx) { ops::sign_update(ctx, ops::SignUpdate{.counts = counts, .rate = rate, .bias = bias}); });
+  c.run(
+      "sign_update", sizes({{"E", E}}), [&] { copy_to_device(v.device, bias.data, c.fetch(start).data, bias.bytes()); },
+      [&](ops::Context& ctx) { ops::sign_update(ctx, ops::SignUpdate{.counts = counts, .rate = rate, .bias = bias}); });
   const Tensor bias64 = c.wide(start);
   ops::sign_update(c.host(), ops::SignUpdate{.counts = c.fetch(counts), .rate = rate, .bias = bias64});
   c.compare("bias", bias, bias64, {1e-5, 1e-6});
@@ -35,15 +36,19 @@ void verify_counts(const Verification& v) {
 void verify_quantile(const Verification& v) {
   OpCase c(v);
   const std::int64_t T = c.T(), E = c.model().num_experts, K = c.model().num_experts_per_token, bins = c.config().moe.quantile_bins;
-  const Tensor logits = c.normal(c.real(), {T, E}), cutoff = c.normal(c.real(), {T}, 0.05, 0.8), start = c.normal(c.real(), {E}, 0.05),
-               bias = c.empty(c.real(), {E}), histogram = c.zeros(DType::i64, {E, bins});
+  const Tensor logits = c.normal(c.real(), {T, E}), cutoff = c.normal(c.real(), {T}, 0.05, 0.8),
+               start = c.normal(c.real(), {E}, 0.05), bias = c.empty(c.real(), {E}), histogram = c.zeros(DType::i64, {E, bins});
   const std::string shape = sizes({{"T", T}, {"E", E}, {"bins ", bins}});
-  c.run("quantile_histogram", shape, [&] { c.clear({histogram}); }, [&](ops::Context& ctx) {
-    ops::quantile_histogram(ctx, ops::QuantileHistogram{.logits = logits, .cutoff = cutoff, .bias = start, .histogram = histogram});
-  });
+  c.run(
+      "quantile_histogram", shape, [&] { c.clear({histogram}); },
+      [&](ops::Context& ctx) {
+        ops::quantile_histogram(ctx,
+                                ops::QuantileHistogram{.logits = logits, .cutoff = cutoff, .bias = start, .histogram = histogram});
+      });
   const Tensor counts = c.host_tensors().zeros(DType::i64, {E, bins});
-  ops::quantile_histogram(c.host(),
-                          ops::QuantileHistogram{.logits = c.wide(logits), .cutoff = c.wide(cutoff), .bias = c.wide(start), .histogram = counts});
+  ops::quantile_histogram(
+      c.host(),
+      ops::QuantileHistogram{.logits = c.wide(logits), .cutoff = c.wide(cutoff), .bias = c.wide(start), .histogram = counts});
   const auto summed_up = [&](ConstTensor t) {
     const Tensor sums = c.host_zeros(t.shape);
     for (std::int64_t e = 0; e < E; ++e) {
@@ -57,8 +62,11 @@ void verify_quantile(const Verification& v) {
   c.judge("summed counts", summed_up(there), summed_up(counts), {1e-3 + one, 1e-3 + one});
   c.tell();
 
-  c.run("quantile_update", shape, [&] { copy_to_device(v.device, bias.data, c.fetch(start).data, bias.bytes()); },
-        [&](ops::Context& ctx) { ops::quantile_update(ctx, ops::QuantileUpdate{.histogram = histogram, .experts_per_token = K, .bias = bias}); });
+  c.run(
+      "quantile_update", shape, [&] { copy_to_device(v.device, bias.data, c.fetch(start).data, bias.bytes()); },
+      [&](ops::Context& ctx) {
+        ops::quantile_update(ctx, ops::QuantileUpdate{.histogram = histogram, .experts_per_token = K, .bias = bias});
+      });
   const Tensor bias64 = c.wide(start);
   ops::quantile_update(c.host(), ops::QuantileUpdate{.histogram = there, .experts_per_token = K, .bias = bias64});
   c.compare("bias", bias, bias64, {1e-4, 1e-5});
@@ -83,9 +91,16 @@ void verify_losses(const Verification& v) {
     const std::int64_t step = c.config().moe.auxiliary_scope == core::AuxiliaryScope::sequence ? S : T;
     while (groups.back() < T) groups.push_back(groups.back() + step);
     const auto call = [&](ops::Context& ctx, ConstTensor of, ConstTensor to, Tensor l, Tensor d) {
-      ops::auxiliary_loss(ctx, ops::AuxiliaryLoss{.logits = of, .experts = to, .groups = groups, .counts = {}, .scale = 0.5, .loss = l, .dlogits = d});
+      ops::auxiliary_loss(
+          ctx,
+          ops::AuxiliaryLoss{.logits = of, .experts = to, .groups = groups, .counts = {}, .scale = 0.5, .loss = l, .dlogits = d});
     };
-    c.run("auxiliary_loss", shape, [&] { c.clear({loss, dlogits}); }, [&](ops::Context& ctx) { call(ctx, logits, experts, loss, dlogits); });
+    c.run(
+        "auxiliary_loss", shape,
+        [&] {
+          c.clear({loss, dlogits});
+        },
+        [&](ops::Context& ctx) { call(ctx, logits, experts, loss, dlogits); });
     const Tensor loss64 = c.host_zeros({1}), dlogits64 = c.host_zeros({T, E});
     call(c.host(), logits64, c.host_of(chosen, {T, K}), loss64, dlogits64);
     compare(loss64, dlogits64);
@@ -95,7 +110,12 @@ void verify_losses(const Verification& v) {
     const auto call = [&](ops::Context& ctx, ConstTensor of, Tensor l, Tensor d) {
       ops::z_loss(ctx, ops::ZLoss{.logits = of, .scale = scale, .loss = l, .dlogits = d});
     };
-    c.run("z_loss", shape, [&] { c.clear({loss, dlogits}); }, [&](ops::Context& ctx) { call(ctx, logits, loss, dlogits); });
+    c.run(
+        "z_loss", shape,
+        [&] {
+          c.clear({loss, dlogits});
+        },
+        [&](ops::Context& ctx) { call(ctx, logits, loss, dlogits); });
     const Tensor loss64 = c.host_zeros({1}), dlogits64 = c.host_zeros({T, E});
     call(c.host(), logits64, loss64, dlogits64);
     compare(loss64, dlogits64);

@@ -45,8 +45,9 @@ struct Reference {
       Scope scope(c.host_tensors());
       const Tensor block = c.host_zeros({n, end - begin});
       columns(begin, end, true, block);
-      ops::linear(c.host(), ops::LinearBackward{
-                                .dy = block, .x = {}, .w = c.wide(weight.rows(begin, end)), .dx = dhidden, .dw = {}, .add_dx = true});
+      ops::linear(
+          c.host(),
+          ops::LinearBackward{.dy = block, .x = {}, .w = c.wide(weight.rows(begin, end)), .dx = dhidden, .dw = {}, .add_dx = true});
     });
   }
 };
@@ -67,24 +68,29 @@ void verify_cross_entropy(const Verification& v) {
   }
   // Logits of a deviation of 3: a few words have most of the probability, so that no part of a gradient drowns in another.
   const Tensor hidden = c.normal(c.storage(), {T, D}), weight = c.normal(c.storage(), {V, D}, 3 / std::sqrt(double(D))),
-               labels = c.put(all, {T}), some_labels = c.put(few, {T}), loss = c.zeros(c.real(), {1}), dhidden = c.empty(c.storage(), {T, D}),
-               dweight = c.zeros(c.real(), {V, D});
+               labels = c.put(all, {T}), some_labels = c.put(few, {T}), loss = c.zeros(c.real(), {1}),
+               dhidden = c.empty(c.storage(), {T, D}), dweight = c.zeros(c.real(), {V, D});
   const Tensor hidden64 = c.wide(hidden, rows);
   const Reference want(c, hidden64, weight, chosen);
   const std::string shape = sizes({{"T", T}, {"V", V}, {"D", D}});
   const auto run = [&](const char* name, ConstTensor of) {
-    c.run(name, shape, [&] { c.clear({loss, dweight}); }, [&](ops::Context& ctx) {
-      const core::LossBlocks blocks = core::chosen_blocks(c.config().loss, ctx, c.storage(), V);
-      ops::cross_entropy(ctx, ops::CrossEntropy{.hidden = hidden,
-                                                .weight = weight,
-                                                .labels = of,
-                                                .seq_chunk = blocks.seq,
-                                                .vocab_chunk = blocks.vocab,
-                                                .gradient_scale = 1,
-                                                .loss = loss,
-                                                .dhidden = dhidden,
-                                                .dweight = dweight});
-    });
+    c.run(
+        name, shape,
+        [&] {
+          c.clear({loss, dweight});
+        },
+        [&](ops::Context& ctx) {
+          const core::LossBlocks blocks = core::chosen_blocks(c.config().loss, ctx, c.storage(), V);
+          ops::cross_entropy(ctx, ops::CrossEntropy{.hidden = hidden,
+                                                    .weight = weight,
+                                                    .labels = of,
+                                                    .seq_chunk = blocks.seq,
+                                                    .vocab_chunk = blocks.vocab,
+                                                    .gradient_scale = 1,
+                                                    .loss = loss,
+                                                    .dhidden = dhidden,
+                                                    .dweight = dweight});
+        });
   };
   const Bound bound = narrow ? Bound{5e-2, 1e-2} : Bound{1e-3, 1e-4};
   run("cross_entropy, rows", labels);
@@ -99,7 +105,8 @@ void verify_cross_entropy(const Verification& v) {
   words.erase(std::unique(words.begin(), words.end()), words.end());
   for (const std::int64_t o : c.sample(V, 128))
     if (!std::binary_search(words.begin(), words.end(), o)) others.push_back(o);
-  for (const auto& [name, outputs] : {std::pair<const char*, const Places&>{"dweight of labels", words}, {"dweight of others", others}}) {
+  for (const auto& [name, outputs] :
+       {std::pair<const char*, const Places&>{"dweight of labels", words}, {"dweight of others", others}}) {
     if (outputs.empty()) continue;
     const auto width = std::int64_t(outputs.size());
     const Tensor g = c.host_zeros({n, width}), dweight64 = c.host_zeros({width, D});

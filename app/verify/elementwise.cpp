@@ -20,10 +20,12 @@ void verify_sums(const Verification& v) {
   c.compare("y", y, rows, y64, c.stored());
   c.tell();
 
-  c.run("add to a real sum", shape, [&] { c.clear({wide}); }, [&](ops::Context& ctx) {
-    ops::add(ctx, ops::Add{.x = a, .y = wide});
-    ops::add(ctx, ops::Add{.x = b, .y = wide});
-  });
+  c.run(
+      "add to a real sum", shape, [&] { c.clear({wide}); },
+      [&](ops::Context& ctx) {
+        ops::add(ctx, ops::Add{.x = a, .y = wide});
+        ops::add(ctx, ops::Add{.x = b, .y = wide});
+      });
   c.compare("y", wide, rows, y64, OpCase::summed());
   c.tell();
 
@@ -35,7 +37,8 @@ void verify_sums(const Verification& v) {
 void verify_columns(const Verification& v) {
   OpCase c(v);
   const std::int64_t T = c.T(), C = c.model().kv_lora_rank, He = c.model().qk_rope_head_dim;
-  const Tensor both = c.normal(c.storage(), {T, C + He}), latent = c.empty(c.storage(), {T, C}), extra = c.empty(c.storage(), {T, He});
+  const Tensor both = c.normal(c.storage(), {T, C + He}), latent = c.empty(c.storage(), {T, C}),
+               extra = c.empty(c.storage(), {T, He});
   const Places rows = c.sample(T, 64);
   c.run("copy_columns", sizes({{"T", T}, {"C", C}, {"He", He}}), [&](ops::Context& ctx) {
     ops::copy_columns(ctx, ops::CopyColumns{.x = both, .x_column = 0, .y = latent, .y_column = 0, .width = C});
@@ -57,7 +60,8 @@ void verify_sigmoid_gate(const Verification& v) {
   const Tensor x64 = c.wide(x, rows), gate64 = c.wide(gate, rows), y64 = c.host_zeros(x64.shape), dx64 = c.host_zeros(x64.shape),
                dgate64 = c.host_zeros(x64.shape);
 
-  c.run("sigmoid_gate forward", shape, [&](ops::Context& ctx) { ops::sigmoid_gate(ctx, ops::SigmoidGateForward{.x = x, .gate = gate, .y = y}); });
+  c.run("sigmoid_gate forward", shape,
+        [&](ops::Context& ctx) { ops::sigmoid_gate(ctx, ops::SigmoidGateForward{.x = x, .gate = gate, .y = y}); });
   ops::sigmoid_gate(c.host(), ops::SigmoidGateForward{.x = x64, .gate = gate64, .y = y64});
   c.compare("y", y, rows, y64, c.stored());
   c.tell();
@@ -65,7 +69,8 @@ void verify_sigmoid_gate(const Verification& v) {
   c.run("sigmoid_gate backward", shape, [&](ops::Context& ctx) {
     ops::sigmoid_gate(ctx, ops::SigmoidGateBackward{.dy = dy, .x = x, .gate = gate, .dx = dx, .dgate = dgate});
   });
-  ops::sigmoid_gate(c.host(), ops::SigmoidGateBackward{.dy = c.wide(dy, rows), .x = x64, .gate = gate64, .dx = dx64, .dgate = dgate64});
+  ops::sigmoid_gate(c.host(),
+                    ops::SigmoidGateBackward{.dy = c.wide(dy, rows), .x = x64, .gate = gate64, .dx = dx64, .dgate = dgate64});
   c.compare("dx", dx, rows, dx64, c.stored());
   c.compare("dgate", dgate, rows, dgate64, c.stored());
   c.tell();

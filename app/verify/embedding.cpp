@@ -10,20 +10,23 @@ void verify_embedding(const Verification& v) {
   const std::int64_t T = c.T(), V = c.model().vocab_size, D = c.model().hidden_size;
   std::vector<std::int32_t> ids(std::size_t(T), 0);
   for (std::int32_t& id : ids)  // low ids come often
-    id = std::int32_t(std::min(c.random(std::uint64_t(V)), c.random(std::uint64_t(V))) % std::uint64_t(1 + c.random(std::uint64_t(V))));
-  const Tensor there = c.put(ids, {T}), table = c.normal(c.storage(), {V, D}, c.model().initializer_range), y = c.empty(c.storage(), {T, D}),
-               dy = c.normal(c.real(), {T, D}), dtable = c.zeros(c.real(), {V, D});
+    id = std::int32_t(std::min(c.random(std::uint64_t(V)), c.random(std::uint64_t(V))) %
+                      std::uint64_t(1 + c.random(std::uint64_t(V))));
+  const Tensor there = c.put(ids, {T}), table = c.normal(c.storage(), {V, D}, c.model().initializer_range),
+               y = c.empty(c.storage(), {T, D}), dy = c.normal(c.real(), {T, D}), dtable = c.zeros(c.real(), {V, D});
   const Places rows = c.sample(T, 64);
   const std::string shape = sizes({{"T", T}, {"V", V}, {"D", D}});
 
-  c.run("embedding forward", shape, [&](ops::Context& ctx) { ops::embedding(ctx, ops::EmbeddingForward{.ids = there, .table = table, .y = y}); });
+  c.run("embedding forward", shape,
+        [&](ops::Context& ctx) { ops::embedding(ctx, ops::EmbeddingForward{.ids = there, .table = table, .y = y}); });
   Places chosen, used;  // ids of those rows, and each once
   for (const std::int64_t t : rows) chosen.push_back(ids[std::size_t(t)]);
   c.compare("y", y, rows, c.wide(table, chosen), OpCase::exact());
   c.tell();
 
-  c.run("embedding backward", shape, [&] { c.clear({dtable}); },
-        [&](ops::Context& ctx) { ops::embedding(ctx, ops::EmbeddingBackward{.ids = there, .dy = dy, .dtable = dtable}); });
+  c.run(
+      "embedding backward", shape, [&] { c.clear({dtable}); },
+      [&](ops::Context& ctx) { ops::embedding(ctx, ops::EmbeddingBackward{.ids = there, .dy = dy, .dtable = dtable}); });
   used = chosen;
   std::sort(used.begin(), used.end());
   used.erase(std::unique(used.begin(), used.end()), used.end());

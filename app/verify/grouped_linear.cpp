@@ -51,7 +51,8 @@ void verify_matrix(const Verification& v, const char* name, std::int64_t O, std:
     few.push_back(std::int64_t(rows.size()));
   }
   const std::string op = std::string("grouped_linear ") + name, shape = sizes({{"R", R}, {"e", e}, {"I", I}, {"O", O}});
-  const Tensor w64 = c.wide(w, experts), x64 = c.wide(x, rows), y64 = c.host_zeros({few.back(), O}), dx64 = c.host_zeros({few.back(), I});
+  const Tensor w64 = c.wide(w, experts), x64 = c.wide(x, rows), y64 = c.host_zeros({few.back(), O}),
+               dx64 = c.host_zeros({few.back(), I});
 
   c.run(op + " forward", shape, [&](ops::Context& ctx) {
     ops::grouped_linear(ctx, ops::GroupedLinearForward{.x = x, .w = w, .y = y, .offsets = offsets, .device_offsets = there});
@@ -60,10 +61,12 @@ void verify_matrix(const Verification& v, const char* name, std::int64_t O, std:
   c.compare("y", y, rows, y64, c.stored());
   c.tell();
 
-  c.run(op + " backward", shape, [&] { c.clear({dw}); }, [&](ops::Context& ctx) {
-    ops::grouped_linear(ctx, ops::GroupedLinearBackward{
-                                 .dy = dy, .x = x, .w = w, .dx = dx, .dw = dw, .offsets = offsets, .device_offsets = there});
-  });
+  c.run(
+      op + " backward", shape, [&] { c.clear({dw}); },
+      [&](ops::Context& ctx) {
+        ops::grouped_linear(ctx, ops::GroupedLinearBackward{
+                                     .dy = dy, .x = x, .w = w, .dx = dx, .dw = dw, .offsets = offsets, .device_offsets = there});
+      });
   ops::grouped_linear(c.host(),
                       ops::GroupedLinearBackward{.dy = c.wide(dy, rows), .x = {}, .w = w64, .dx = dx64, .dw = {}, .offsets = few});
   c.compare("dx", dx, rows, dx64, c.stored());
@@ -74,12 +77,12 @@ void verify_matrix(const Verification& v, const char* name, std::int64_t O, std:
     each_block(held(g), std::max(I, O), [&](std::int64_t begin, std::int64_t end) {
       Scope block_scope(c.host_tensors());
       const Places block = range(offsets[std::size_t(g)] + begin, offsets[std::size_t(g)] + end);
-      ops::linear(c.host(), ops::LinearBackward{.dy = c.wide(dy, block, outputs), .x = c.wide(x, block), .w = {}, .dx = {}, .dw = dw64});
+      ops::linear(c.host(),
+                  ops::LinearBackward{.dy = c.wide(dy, block, outputs), .x = c.wide(x, block), .w = {}, .dx = {}, .dw = dw64});
     });
     c.compare("dw", dw.rows(g, g + 1).reshape({O, I}), outputs, dw64, OpCase::summed());
   }
-  if (held(0) == 0)
-    c.compare("dw of no rows", dw.rows(0, 1).reshape({O, I}), {0}, c.host_zeros({1, I}), OpCase::exact());
+  if (held(0) == 0) c.compare("dw of no rows", dw.rows(0, 1).reshape({O, I}), {0}, c.host_zeros({1, I}), OpCase::exact());
   c.tell();
 }
 

@@ -25,7 +25,8 @@ struct Inputs {
 // The scores that a query gives to the keys of rows first..t, in f64.
 std::vector<double> scores_of(OpCase& c, const Inputs& in, std::int64_t t, ConstTensor keys64) {
   Scope scope(c.host_tensors());
-  const Tensor q64 = c.wide(in.q, {t}).reshape({in.J, in.H}), w64 = c.wide(in.weights, {t}), u = c.host_zeros({in.J, keys64.shape[0]});
+  const Tensor q64 = c.wide(in.q, {t}).reshape({in.J, in.H}), w64 = c.wide(in.weights, {t}),
+               u = c.host_zeros({in.J, keys64.shape[0]});
   ops::linear(c.host(), ops::LinearForward{.x = q64, .w = keys64, .y = u});
   std::vector<double> scores(std::size_t(keys64.shape[0]));
   for (std::int64_t j = 0; j < in.J; ++j)
@@ -43,13 +44,15 @@ void verify_select(const Verification& v) {
   const std::int64_t K = std::clamp<std::int64_t>(c.model().dsa->index_topk, 1, documents.longest());
   const Tensor indices = c.empty(DType::i32, {T, K});
   c.run("indexer_select", sizes({{"T", T}, {"J", in.J}, {"H", in.H}, {"K", K}}), [&](ops::Context& ctx) {
-    ops::indexer_select(ctx, ops::IndexerSelect{.q = in.q, .k = in.k, .weights = in.weights, .documents = documents, .indices = indices});
+    ops::indexer_select(
+        ctx, ops::IndexerSelect{.q = in.q, .k = in.k, .weights = in.weights, .documents = documents, .indices = indices});
   });
   std::vector<double> got, want;
   const Tensor k64 = c.wide(in.k);
   for (const std::int64_t t : c.sample(T, 64)) {
     Scope scope(c.host_tensors());
-    const std::int64_t first = *(std::upper_bound(c.starts().begin(), c.starts().end(), t) - 1), n = t - first + 1, most = std::min(K, n);
+    const std::int64_t first = *(std::upper_bound(c.starts().begin(), c.starts().end(), t) - 1), n = t - first + 1,
+                       most = std::min(K, n);
     const std::vector<double> scores = scores_of(c, in, t, k64.rows(first, t + 1));
     std::vector<double> best(scores);
     std::sort(best.begin(), best.end(), std::greater<>());
@@ -83,7 +86,8 @@ void verify_sparse_loss(const Verification& v) {
   const std::int64_t T = selected.T, K = selected.K, W = T - selected.window;
   const Inputs in(c, T);
   const Places &rows = selected.rows, window = range(selected.window, T);
-  const Tensor target = c.normal(c.real(), {T, K}, 0.1, 1), all = c.put(selected.indices, {T, K}), few = c.put(selected.of_rows(), {T, K});
+  const Tensor target = c.normal(c.real(), {T, K}, 0.1, 1), all = c.put(selected.indices, {T, K}),
+               few = c.put(selected.of_rows(), {T, K});
   const Gradients got{c.zeros(c.real(), {1}), c.empty(c.storage(), in.q.shape), c.empty(c.storage(), in.k.shape),
                       c.empty(c.real(), in.weights.shape)};
   const auto call = [&](ops::Context& ctx, ConstTensor q, ConstTensor k, ConstTensor weights, ConstTensor to, ConstTensor indices,
@@ -110,13 +114,15 @@ void verify_sparse_loss(const Verification& v) {
   const auto of_rows = [&](ConstTensor t) {
     const Tensor some = c.host_zeros(t.shape.with_dim0(std::int64_t(rows.size())));
     for (std::size_t r = 0; r < rows.size(); ++r)
-      std::copy_n(t.as<double>() + (rows[r] - selected.window) * t.shape.row(), t.shape.row(), some.as<double>() + std::int64_t(r) * t.shape.row());
+      std::copy_n(t.as<double>() + (rows[r] - selected.window) * t.shape.row(), t.shape.row(),
+                  some.as<double>() + std::int64_t(r) * t.shape.row());
     return some;
   };
   const std::string shape = sizes({{"T", T}, {"J", in.J}, {"H", in.H}, {"K", K}});
   const auto run = [&](const char* name, ConstTensor indices) {
-    c.run(name, shape, [&] { c.clear({got.loss}); },
-          [&](ops::Context& ctx) { call(ctx, in.q, in.k, in.weights, target, indices, documents, got); });
+    c.run(
+        name, shape, [&] { c.clear({got.loss}); },
+        [&](ops::Context& ctx) { call(ctx, in.q, in.k, in.weights, target, indices, documents, got); });
   };
   run("indexer_loss, rows", all);
   c.compare("dq", got.dq, rows, of_rows(want.dq), bound_of(c));
@@ -150,8 +156,11 @@ void verify_dense_loss(const Verification& v) {
                                             .dk = g.dk,
                                             .dweights = g.dweights});
   };
-  c.run("indexer_loss, dense", sizes({{"T", T}, {"J", in.J}, {"H", in.H}}), [&] { c.clear({loss}); },
-        [&](ops::Context& ctx) { call(ctx, in.q, in.k, in.weights, target, {loss, dq, dk, dweights}); });
+  c.run(
+      "indexer_loss, dense", sizes({{"T", T}, {"J", in.J}, {"H", in.H}}), [&] { c.clear({loss}); },
+      [&](ops::Context& ctx) {
+        call(ctx, in.q, in.k, in.weights, target, {loss, dq, dk, dweights});
+      });
   const Gradients want{c.host_zeros({1}), c.host_zeros(dq.shape), c.host_zeros(dk.shape), c.host_zeros(dweights.shape)};
   call(c.host(), c.wide(in.q), c.wide(in.k), c.wide(in.weights), c.wide(target), want);
   c.compare("loss", loss, want.loss, {1e-3, 1e-3});

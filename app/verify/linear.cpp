@@ -28,8 +28,9 @@ std::vector<Projection> projections(const core::Config& config) {
     if (!p.decay || p.unit != core::UnitKind::trunk || p.shape.rank() != 2) continue;
     std::string name = p.name.substr(p.name.find('.', std::string("model.layers.").size()) + 1);
     name.resize(name.rfind(".weight"));
-    if (sparse && name == "self_attn.kv_b_proj") continue;
-    const bool real = name == "block_sparse_moe.gate" || name == "self_attn.indexer.weights_proj";
+    name.erase(0, name.find('.') + 1);  // the sub-layer
+    if (sparse && name == "kv_b_proj") continue;
+    const bool real = name == "gate" || name == "indexer.weights_proj";
     const Projection projection{name, p.shape[0], p.shape[1], real};
     if (known.insert(projection.kind()).second) found.push_back(projection);
   }
@@ -40,8 +41,9 @@ void verify_projection(const Verification& v, const Projection& p) {
   OpCase c(v);
   const std::int64_t T = c.T(), O = p.O, I = p.I;
   const DType out = p.real ? c.real() : c.storage();
-  const Tensor x = c.normal(c.storage(), {T, I}), w = c.normal(c.storage(), {O, I}, c.model().initializer_range), y = c.empty(out, {T, O}),
-               dy = c.normal(out, {T, O}), dx = c.empty(c.storage(), {T, I}), dw = c.zeros(c.real(), {O, I});
+  const Tensor x = c.normal(c.storage(), {T, I}), w = c.normal(c.storage(), {O, I}, c.model().initializer_range),
+               y = c.empty(out, {T, O}), dy = c.normal(out, {T, O}), dx = c.empty(c.storage(), {T, I}),
+               dw = c.zeros(c.real(), {O, I});
   const Places rows = c.sample(T, 64), outputs = c.sample(O, 64);
   const std::string name = "linear " + p.name, shape = sizes({{"T", T}, {"I", I}, {"O", O}});
 
@@ -55,8 +57,9 @@ void verify_projection(const Verification& v, const Projection& p) {
   });
   c.tell();
 
-  c.run(name + " backward", shape, [&] { c.clear({dw}); },
-        [&](ops::Context& ctx) { ops::linear(ctx, ops::LinearBackward{.dy = dy, .x = x, .w = w, .dx = dx, .dw = dw}); });
+  c.run(
+      name + " backward", shape, [&] { c.clear({dw}); },
+      [&](ops::Context& ctx) { ops::linear(ctx, ops::LinearBackward{.dy = dy, .x = x, .w = w, .dx = dx, .dw = dw}); });
   const Tensor dx64 = c.host_zeros(x64.shape), dw64 = c.host_zeros({std::int64_t(outputs.size()), I});
   each_block(O, I, [&](std::int64_t begin, std::int64_t end) {
     Scope scope(c.host_tensors());
@@ -70,7 +73,8 @@ void verify_projection(const Verification& v, const Projection& p) {
   each_block(T, std::max(I, O), [&](std::int64_t begin, std::int64_t end) {
     Scope scope(c.host_tensors());
     const Places block = range(begin, end);
-    ops::linear(c.host(), ops::LinearBackward{.dy = c.wide(dy, block, outputs), .x = c.wide(x, block), .w = {}, .dx = {}, .dw = dw64});
+    ops::linear(c.host(),
+                ops::LinearBackward{.dy = c.wide(dy, block, outputs), .x = c.wide(x, block), .w = {}, .dx = {}, .dw = dw64});
   });
   c.compare("dx", dx, rows, dx64, c.stored());
   c.compare("dw", dw, outputs, dw64, OpCase::summed());
@@ -84,9 +88,9 @@ void verify_head_linear(const Verification& v, ops::HeadDirection direction) {
   const std::int64_t T = c.T(), N = m.num_attention_heads, C = m.kv_lora_rank, Hn = m.qk_nope_head_dim, Hv = m.v_head_dim,
                      He = m.qk_rope_head_dim, row = to ? 0 : Hn, width = to ? Hn : Hv;
   const Shape latent{T, N, C}, heads{T, N, to ? Hn + He : Hv};
-  const Tensor w = c.normal(c.storage(), {N, Hn + Hv, C}, c.model().initializer_range), x = c.normal(c.storage(), to ? heads : latent),
-               dy = c.normal(c.storage(), to ? latent : heads), y = c.empty(c.storage(), dy.shape), dx = c.empty(c.storage(), x.shape),
-               dw = c.zeros(c.real(), w.shape);
+  const Tensor w = c.normal(c.storage(), {N, Hn + Hv, C}, c.model().initializer_range),
+               x = c.normal(c.storage(), to ? heads : latent), dy = c.normal(c.storage(), to ? latent : heads),
+               y = c.empty(c.storage(), dy.shape), dx = c.empty(c.storage(), x.shape), dw = c.zeros(c.real(), w.shape);
   const Places rows = c.sample(T, 64), some_heads = c.sample(N, 2);
   const std::string name = to ? "head_linear to_latent" : "head_linear from_latent";
   const std::string shape = sizes({{"T", T}, {"N", N}, {"H", width}, {"C", C}});
@@ -104,7 +108,8 @@ void verify_head_linear(const Verification& v, ops::HeadDirection direction) {
   };
 
   c.run(name + " forward", shape, [&](ops::Context& ctx) {
-    ops::head_linear(ctx, ops::HeadLinearForward{.direction = direction, .w = w, .row = row, .width = width, .x = x, .column = 0, .y = y});
+    ops::head_linear(
+        ctx, ops::HeadLinearForward{.direction = direction, .w = w, .row = row, .width = width, .x = x, .column = 0, .y = y});
   });
   const Tensor x64 = c.wide(x, rows), y64 = c.host_zeros(y.shape.with_dim0(few));
   ops::head_linear(c.host(), ops::HeadLinearForward{
@@ -112,17 +117,14 @@ void verify_head_linear(const Verification& v, ops::HeadDirection direction) {
   to ? c.compare("y", y, rows, y64, c.stored()) : c.compare("y", y, rows, written, picked(y64), c.stored());
   c.tell();
 
-  c.run(name + " backward", shape, [&] { c.clear({dw}); }, [&](ops::Context& ctx) {
-    ops::head_linear(ctx, ops::HeadLinearBackward{.direction = direction,
-                                                  .w = w,
-                                                  .row = row,
-                                                  .width = width,
-                                                  .x = x,
-                                                  .column = 0,
-                                                  .dy = dy,
-                                                  .dx = dx,
-                                                  .dw = dw});
-  });
+  c.run(
+      name + " backward", shape, [&] { c.clear({dw}); },
+      [&](ops::Context& ctx) {
+        ops::head_linear(
+            ctx,
+            ops::HeadLinearBackward{
+                .direction = direction, .w = w, .row = row, .width = width, .x = x, .column = 0, .dy = dy, .dx = dx, .dw = dw});
+      });
   const Tensor dx64 = c.host_zeros(x64.shape);
   ops::head_linear(c.host(), ops::HeadLinearBackward{.direction = direction,
                                                      .w = w64,

@@ -16,9 +16,12 @@ namespace {
 constexpr std::int64_t kPieceBytes = 32 << 20;  // of a transfer
 
 void store(DType dtype, std::byte* to, std::int64_t i, double v) {
-  if (dtype == DType::bf16) reinterpret_cast<bf16*>(to)[i] = bf16(v);
-  else if (dtype == DType::f32) reinterpret_cast<float*>(to)[i] = float(v);
-  else reinterpret_cast<double*>(to)[i] = v;
+  if (dtype == DType::bf16)
+    reinterpret_cast<bf16*>(to)[i] = bf16(v);
+  else if (dtype == DType::f32)
+    reinterpret_cast<float*>(to)[i] = float(v);
+  else
+    reinterpret_cast<double*>(to)[i] = v;
 }
 
 template <class T>
@@ -28,12 +31,18 @@ void widen(const std::byte* from, const Places& columns, double* to) {
 }
 void widen(DType dtype, const std::byte* from, const Places& columns, double* to) {
   switch (dtype) {
-    case DType::bf16: return widen<bf16>(from, columns, to);
-    case DType::f32: return widen<float>(from, columns, to);
-    case DType::f64: return widen<double>(from, columns, to);
-    case DType::i32: return widen<std::int32_t>(from, columns, to);
-    case DType::i64: return widen<std::int64_t>(from, columns, to);
-    default: fail("verify: a type without values", {{"dtype", std::int64_t(dtype)}});
+    case DType::bf16:
+      return widen<bf16>(from, columns, to);
+    case DType::f32:
+      return widen<float>(from, columns, to);
+    case DType::f64:
+      return widen<double>(from, columns, to);
+    case DType::i32:
+      return widen<std::int32_t>(from, columns, to);
+    case DType::i64:
+      return widen<std::int64_t>(from, columns, to);
+    default:
+      fail("verify: a type without values", {{"dtype", std::int64_t(dtype)}});
   }
 }
 
@@ -204,7 +213,8 @@ void OpCase::run(std::string op, std::string shape, const std::function<void()>&
   for (const auto& [name, entry] : times_.by_op) verdict_.ms += 1e3 * entry.seconds;
 }
 
-void OpCase::compare(const char* output, ConstTensor got, const Places& rows, const Places& columns, ConstTensor want, Bound bound) {
+void OpCase::compare(const char* output, ConstTensor got, const Places& rows, const Places& columns, ConstTensor want,
+                     Bound bound) {
   Scope scope(host_tensors_);
   judge(output, wide(got, rows, columns), want, bound);
 }

@@ -21,8 +21,8 @@ Places range(std::int64_t begin, std::int64_t end);
 Places columns_of_heads(const Places& heads, std::int64_t width);  // of rows that hold heads of this width
 
 // The errors of results that should be `want`: the largest of an element, |got - want| / max(|want|, root mean square of want), and
-// that of all together, |got - want| / |want|. NaN where a NaN or infinity is among them, infinite where nothing but zeros is wanted
-// and something else came.
+// that of all together, |got - want| / |want|. NaN where a NaN or infinity is among them, infinite where nothing but zeros is
+// wanted and something else came.
 struct Gap {
   double element = 0, norm = 0;
 };
@@ -35,7 +35,7 @@ struct Verdict {
   DType dtype = DType::none;
   Gap gap;
   Bound bound;
-  double ms = 0;  // of the device, its kernels loaded before
+  double ms = 0;              // of the device, its kernels loaded before
   std::int64_t compared = 0;  // elements of all outputs
   bool right = true;
 };
@@ -104,14 +104,15 @@ class OpCase {
   // Runs the op twice, the first time to load its kernels, after `prepare` each time.
   void run(std::string op, std::string shape, const std::function<void()>& prepare, const std::function<void(ops::Context&)>& call);
   void run(std::string op, std::string shape, const std::function<void(ops::Context&)>& call) {
-    run(std::move(op), std::move(shape), [] {}, call);
+    run(
+        std::move(op), std::move(shape), [] {}, call);
   }
-  void clear(std::initializer_list<Tensor> outputs) const;  // those that add, before they do
+  void clear(std::initializer_list<Tensor> outputs) const;                           // those that add, before they do
   void compare(const char* output, ConstTensor got, ConstTensor want, Bound bound);  // got: on the device
   void compare(const char* output, ConstTensor got, const Places& rows, ConstTensor want, Bound bound);
   void compare(const char* output, ConstTensor got, const Places& rows, const Places& columns, ConstTensor want, Bound bound);
   void judge(const char* output, Tensor got, ConstTensor want, Bound bound);  // both on the host, f64
-  void tell();  // of the run and all that was compared since
+  void tell();                                                                // of the run and all that was compared since
 
  private:
   const Verification& verification_;

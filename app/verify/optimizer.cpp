@@ -32,7 +32,11 @@ void verify_optimizer(const Verification& v) {
   for (const std::int64_t rows : {D, std::int64_t(1)}) {
     const Shape shape{rows, D};
     const auto real = c.real();
-    starts.push_back({c.normal(real, shape, 1e-3), c.normal(real, shape, 0.02), c.normal(real, shape, 1e-4), c.normal(real, shape, 1e-7, 1e-6), {}});
+    starts.push_back({c.normal(real, shape, 1e-3),
+                      c.normal(real, shape, 0.02),
+                      c.normal(real, shape, 1e-4),
+                      c.normal(real, shape, 1e-7, 1e-6),
+                      {}});
     shards.push_back({starts.back().gradient, c.empty(real, shape), c.empty(real, shape), c.empty(real, shape),
                       has_master ? c.empty(c.storage(), shape) : Tensor{}});
   }
@@ -51,11 +55,14 @@ void verify_optimizer(const Verification& v) {
       for (Tensor Shard::*t : {&Shard::master, &Shard::exp_avg, &Shard::exp_avg_sq})
         copy_to_device(v.device, (shards[i].*t).data, c.fetch(starts[i].*t).data, (shards[i].*t).bytes());
   };
-  c.run("adamw", sizes({{"D", D}, {"x", D}, {"and ", D}}), restore, [&](ops::Context& ctx) { ops::adamw(ctx, update_of(o, arguments)); });
+  c.run("adamw", sizes({{"n", D * D + D}}), restore, [&](ops::Context& ctx) { ops::adamw(ctx, update_of(o, arguments)); });
   for (std::size_t i = 0; i < shards.size(); ++i) {
     const Places rows = c.sample(shards[i].master.shape[0], 64);
-    const Shard s{c.wide(starts[i].gradient, rows), c.wide(starts[i].master, rows), c.wide(starts[i].exp_avg, rows),
-                  c.wide(starts[i].exp_avg_sq, rows), {}};
+    const Shard s{c.wide(starts[i].gradient, rows),
+                  c.wide(starts[i].master, rows),
+                  c.wide(starts[i].exp_avg, rows),
+                  c.wide(starts[i].exp_avg_sq, rows),
+                  {}};
     const std::vector<ops::AdamWShard> one{as_argument(s, arguments[i].weight_decay)};
     ops::adamw(c.host(), update_of(o, one));
     c.compare("exp_avg", shards[i].exp_avg, rows, s.exp_avg, {1e-5, 1e-6});
@@ -67,8 +74,9 @@ void verify_optimizer(const Verification& v) {
 
   const std::vector<ConstTensor> gradients{shards[0].gradient, shards[1].gradient};
   const Tensor sum = c.zeros(DType::f64, {1}), sum64 = c.host_zeros({1});
-  c.run("sum_of_squares", sizes({{"D", D}, {"x", D}, {"and ", D}}), [&] { c.clear({sum}); },
-        [&](ops::Context& ctx) { ops::sum_of_squares(ctx, ops::SumOfSquares{.x = gradients, .sum = sum}); });
+  c.run(
+      "sum_of_squares", sizes({{"n", D * D + D}}), [&] { c.clear({sum}); },
+      [&](ops::Context& ctx) { ops::sum_of_squares(ctx, ops::SumOfSquares{.x = gradients, .sum = sum}); });
   const std::vector<ConstTensor> gradients64{c.wide(gradients[0]), c.wide(gradients[1])};
   ops::sum_of_squares(c.host(), ops::SumOfSquares{.x = gradients64, .sum = sum64});
   c.compare("sum", sum, sum64, {1e-6, 1e-6});

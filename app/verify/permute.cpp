@@ -35,8 +35,8 @@ void verify_permute(const Verification& v) {
   c.run("sort_slots", sizes({{"T", T}, {"E", E}, {"K", K}}), [&](ops::Context& ctx) {
     ops::sort_slots(ctx, ops::SortSlots{.experts = experts, .slot_row = slot_row, .counts = counts, .offsets = offsets});
   });
-  ops::sort_slots(c.host(),
-                  ops::SortSlots{.experts = chosen_there, .slot_row = slot_row_want, .counts = counts_want, .offsets = offsets_want});
+  ops::sort_slots(
+      c.host(), ops::SortSlots{.experts = chosen_there, .slot_row = slot_row_want, .counts = counts_want, .offsets = offsets_want});
   c.compare("slot_row", slot_row, as_f64(slot_row_want), OpCase::exact());
   c.compare("counts", counts, as_f64(counts_want), OpCase::exact());
   c.compare("offsets", offsets, as_f64(offsets_want), OpCase::exact());
@@ -44,7 +44,8 @@ void verify_permute(const Verification& v) {
 
   const Places tokens = c.sample(T, 64);
   const auto n = std::int64_t(tokens.size());
-  const Tensor slots = c.put(std::vector<std::int64_t>(slot_row_want.as<std::int64_t>(), slot_row_want.as<std::int64_t>() + R), {T, K});
+  const Tensor slots =
+      c.put(std::vector<std::int64_t>(slot_row_want.as<std::int64_t>(), slot_row_want.as<std::int64_t>() + R), {T, K});
   Places rows_of_tokens, nth(std::size_t(n * K));  // row of every slot of those tokens
   std::iota(nth.begin(), nth.end(), 0);
   for (const std::int64_t t : tokens)
@@ -57,7 +58,8 @@ void verify_permute(const Verification& v) {
   const Tensor x64 = c.wide(x, tokens), rows64 = c.host_zeros({n * K, D}), weights64 = c.wide(weights, tokens),
                returned64 = c.wide(returned, rows_of_tokens), y64 = c.host_zeros({n, D});
 
-  c.run("spread_rows", shape, [&](ops::Context& ctx) { ops::spread_rows(ctx, ops::SpreadRows{.x = x, .slot_row = slots, .rows = rows}); });
+  c.run("spread_rows", shape,
+        [&](ops::Context& ctx) { ops::spread_rows(ctx, ops::SpreadRows{.x = x, .slot_row = slots, .rows = rows}); });
   ops::spread_rows(c.host(), ops::SpreadRows{.x = x64, .slot_row = few_slots, .rows = rows64});
   c.compare("rows", rows, rows_of_tokens, rows64, OpCase::exact());
   c.tell();
@@ -70,16 +72,15 @@ void verify_permute(const Verification& v) {
   c.tell();
 
   c.run("collect_rows backward", shape, [&](ops::Context& ctx) {
-    ops::collect_rows(ctx, ops::CollectRowsBackward{
-                               .dy = x, .rows = returned, .slot_row = slots, .weights = weights, .drows = drows, .dweights = dweights});
+    ops::collect_rows(ctx,
+                      ops::CollectRowsBackward{
+                          .dy = x, .rows = returned, .slot_row = slots, .weights = weights, .drows = drows, .dweights = dweights});
   });
   const Tensor dweights64 = c.host_zeros({n, K});
-  ops::collect_rows(c.host(), ops::CollectRowsBackward{.dy = x64,
-                                                       .rows = returned64,
-                                                       .slot_row = few_slots,
-                                                       .weights = weights64,
-                                                       .drows = rows64,
-                                                       .dweights = dweights64});
+  ops::collect_rows(
+      c.host(),
+      ops::CollectRowsBackward{
+          .dy = x64, .rows = returned64, .slot_row = few_slots, .weights = weights64, .drows = rows64, .dweights = dweights64});
   c.compare("drows", drows, rows_of_tokens, rows64, c.stored());
   c.compare("dweights", dweights, tokens, dweights64, OpCase::summed());
   c.tell();

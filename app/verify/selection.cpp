@@ -22,7 +22,8 @@ Selection::Selection(OpCase& c, std::int64_t compared) : T(c.T()) {
       // first + (s, s + g, s + 2 g, ... modulo n), for a random start and a random step g without a divisor in common with n
       auto step = std::int64_t(c.random(std::uint64_t(n))), at = std::int64_t(c.random(std::uint64_t(n)));
       while (step < 1 || std::gcd(step, n) != 1) ++step;
-      for (std::int64_t k = 0; k < std::min(K, n); ++k, at = (at + step) % n) indices[std::size_t(t * K + k)] = std::int32_t(first + at);
+      for (std::int64_t k = 0; k < std::min(K, n); ++k, at = (at + step) % n)
+        indices[std::size_t(t * K + k)] = std::int32_t(first + at);
     }
 }
 
@@ -36,7 +37,8 @@ std::vector<std::int32_t> Selection::of_window() const {
   std::vector<std::int32_t> some(std::size_t((T - window) * K), -1);
   for (const std::int64_t t : rows)
     for (std::int64_t k = 0; k < K; ++k)
-      if (const std::int32_t s = indices[std::size_t(t * K + k)]; s >= 0) some[std::size_t((t - window) * K + k)] = std::int32_t(s - window);
+      if (const std::int32_t s = indices[std::size_t(t * K + k)]; s >= 0)
+        some[std::size_t((t - window) * K + k)] = std::int32_t(s - window);
   return some;
 }
 

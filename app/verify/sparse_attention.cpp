@@ -42,18 +42,20 @@ void verify_sparse_attention(const Verification& v) {
   const auto [T, N, C, He] = std::tuple(in.T, in.N, in.C, in.He);
   const std::int64_t Hq = in.Hn + He, K = in.selected.K, W = T - in.selected.window;
   const Places& rows = in.selected.rows;
-  const std::string shape = sizes({{"T", T}, {"N", N}, {"", C}, {"+", He}, {" K", K}});
+  const std::string shape = sizes({{"T", T}, {"N", N}, {"C", C}, {"He", He}, {"K", K}});
   const bool learns = c.config().loss.indexer_coefficient != 0, narrow = c.storage() == DType::bf16;
   const Bound bound = narrow ? Bound{0.1, 1e-2} : Bound{1e-3, 1e-4};
-  const Tensor dout = c.normal(c.storage(), {T, N, C}), dq_latent = c.empty(c.storage(), {T, N, C}), dq = c.empty(c.storage(), in.q.shape),
-               dlatent = c.empty(c.storage(), in.latent.shape), dk_extra = c.empty(c.storage(), in.k_extra.shape);
+  const Tensor dout = c.normal(c.storage(), {T, N, C}), dq_latent = c.empty(c.storage(), {T, N, C}),
+               dq = c.empty(c.storage(), in.q.shape), dlatent = c.empty(c.storage(), in.latent.shape),
+               dk_extra = c.empty(c.storage(), in.k_extra.shape);
   c.keep_rows(dout, rows);  // sums over queries in dlatent and dk_extra are then those of the compared ones
 
   // Some heads at a time, W rows, zero but for the queries.
   const std::int64_t most = std::max<std::int64_t>(1, (std::int64_t(1) << 23) / (W * C));
-  const Tensor latent64 = c.wide(in.latent, range(in.selected.window, T)), k_extra64 = c.wide(in.k_extra, range(in.selected.window, T)),
-               indices64 = c.host_of(in.selected.of_window(), {W, K}), probability64 = c.host_zeros({std::int64_t(rows.size()), K}),
-               dlatent64 = c.host_zeros(latent64.shape), dk_extra64 = c.host_zeros(k_extra64.shape);
+  const Tensor latent64 = c.wide(in.latent, range(in.selected.window, T)),
+               k_extra64 = c.wide(in.k_extra, range(in.selected.window, T)), indices64 = c.host_of(in.selected.of_window(), {W, K}),
+               probability64 = c.host_zeros({std::int64_t(rows.size()), K}), dlatent64 = c.host_zeros(latent64.shape),
+               dk_extra64 = c.host_zeros(k_extra64.shape);
   const auto each_group = [&](auto body) {
     for (std::int64_t n = 0; n < N; n += most) {
       Scope scope(c.host_tensors());
@@ -84,7 +86,8 @@ void verify_sparse_attention(const Verification& v) {
   const auto of_rows = [&](ConstTensor t) {  // of the window
     const Tensor few = c.host_zeros({std::int64_t(rows.size()), t.shape.row()});
     for (std::size_t r = 0; r < rows.size(); ++r)
-      std::copy_n(t.as<double>() + (rows[r] - in.selected.window) * t.shape.row(), t.shape.row(), few.as<double>() + std::int64_t(r) * t.shape.row());
+      std::copy_n(t.as<double>() + (rows[r] - in.selected.window) * t.shape.row(), t.shape.row(),
+                  few.as<double>() + std::int64_t(r) * t.shape.row());
     return few;
   };
 

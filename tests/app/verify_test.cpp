@@ -36,7 +36,8 @@ core::Config job(DType dtype, bool sparse) {
 std::vector<Verdict> found(Device device, const core::Config& config,
                            std::function<void(const std::string&, const std::string&, Tensor)> disturb = {}) {
   std::vector<Verdict> all;
-  verify_all({.device = device, .config = config, .tell = [&](const Verdict& f) { all.push_back(f); }, .disturb = std::move(disturb)});
+  verify_all(
+      {.device = device, .config = config, .tell = [&](const Verdict& f) { all.push_back(f); }, .disturb = std::move(disturb)});
   return all;
 }
 
@@ -77,7 +78,8 @@ TEST_CASE("the errors of a result are those of its worst element and of all toge
   const Gap gap = gap_of(std::vector<double>{3, 4.5, 0}, std::vector<double>{3, 4, 0});
   CHECK(gap.element == 0.5 / 4);
   CHECK(gap.norm == 0.1);
-  CHECK(gap_of(std::vector<double>{0.5, 8}, std::vector<double>{0, 8}).element == 0.5 / std::sqrt(32.0));  // beside what is zero: of the mean
+  CHECK(gap_of(std::vector<double>{0.5, 8}, std::vector<double>{0, 8}).element ==
+        0.5 / std::sqrt(32.0));  // beside what is zero: of the mean
   CHECK(gap_of(std::vector<double>{0, 0}, std::vector<double>{0, 0}).element == 0);
   CHECK(std::isinf(gap_of(std::vector<double>{1e-30, 0}, std::vector<double>{0, 0}).element));
   const double nan = std::nan(""), infinite = std::numeric_limits<double>::infinity();
@@ -143,7 +145,8 @@ TEST_CASE("a GPU's operators are found right, and a wrong value of them is found
   core::Config config = job(dtype, sparse);
   check_all_right(Device::cuda, config);
   int wrong = 0;
-  for (const Verdict& f : found(Device::cuda, config, [](const std::string&, const std::string&, Tensor got) { got.as<double>()[0] = std::nan(""); }))
+  for (const Verdict& f :
+       found(Device::cuda, config, [](const std::string&, const std::string&, Tensor got) { got.as<double>()[0] = std::nan(""); }))
     wrong += !f.right;
   CHECK(wrong == int(found(Device::cuda, config).size()));
 }
