@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "ops/cuda/blas.h"
+#include "ops/cuda/grouped_tiles.cuh"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/product.h"
 #include "ops/cuda/rows.cuh"
@@ -16,112 +17,32 @@
 namespace moetrain::ops {
 namespace {
 
-using namespace cuda;  // NOLINT: the helpers of this backend
+using namespace cuda;           // NOLINT: the helpers of this backend
+using namespace cuda::grouped;  // NOLINT
 
 enum class Pass : std::uint8_t { forward, dgrad, wgrad };
 
-constexpr int kPair = 2;                    // blocks that share the columns of a tile
-constexpr int kRows = 128, kColumns = 256;  // of a block's tile; half of the rows for each of two warpgroups
-constexpr int kDepth = 64, kLine = 128;     // summands of a stage, and their bytes: one swizzled line
-constexpr int kStages = 4;
+constexpr int kStages = 4, kLine = 128;  // bytes of a stage's summands of one row: a swizzled line
 constexpr int kABytes = kRows * kLine, kBBytes = kColumns * kLine, kStageBytes = kABytes + kBBytes;
 constexpr int kPanelBytes = 64 * kLine;  // 64 rows of lines
-constexpr int kBoxRows = 32;             // of one copy of rows
 constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kRoundBytes = 64 * kLine;        // 64 rows of results of a warpgroup, on their way out
-constexpr int kBand = 8;                       // pairs of blocks side by side on the same columns: what stays in L2 is about square
 constexpr int kSumColumns = 64, kSumBox = 32;  // of dw in a stage; of one copy of f32: a line
 constexpr int kLag = 1;  // stages that the second warpgroup stays behind: it multiplies while the first one writes
 constexpr int kLagBarrier = 3;
-constexpr int kManyTiles = 3;  // whole ones of a group: its matrix is read once more for the part that comes late
-
-// A block's tile; the part of it that consumers must know travels with the first stage of its operands.
-struct Tile {
-  std::int32_t group, row;    // of the outputs
-  std::int32_t column;        // of dw; else unused
-  std::int32_t begin, count;  // rows of the group that take part: all of them for dw; count 0 ends the work
-};
 
 // More than stages: before a slot is used again both blocks have read it, since all stages have gone around in between.
 constexpr int kSlots = 8;
 static_assert(kSlots > kStages);
 
 struct Shared {
-  alignas(16) Tile tile[kStages];
+  alignas(16) Tile tile[kStages];  // of the stage, where a tile begins
   std::uint64_t full[kStages], empty[kStages], told[kSlots];
   std::uint32_t drawn[kSlots];  // tiles of the pair, as its first block has told
 };
-constexpr int kMostSorted = 1024;  // groups: more are no longer worth sorting
 constexpr std::size_t kSharedBytes =
     kStages * kStageBytes + kConsumers * 2 * kRoundBytes + sizeof(Shared) + 1024;  // 1024: to align
-
-struct Sizes {
-  int groups, rows, columns, depth;  // of the outputs; columns of dw; summands, or 0 where they are the group's rows
-};
-
-// Large groups first, so that none of their long sums begins late. Written where wgrad needs no room for results.
-struct Order {
-  int rows[kMostSorted];
-  std::uint16_t group[kMostSorted];
-};
-static_assert(sizeof(Order) <= kConsumers * 2 * kRoundBytes);
-
-__device__ void sort_groups(const std::int64_t* offsets, int groups, Order& order) {
-  for (int g = int(threadIdx.x); g < groups; g += kThreads) order.rows[g] = int(offsets[g + 1] - offsets[g]);
-  __syncthreads();  // waits for all rows
-  for (int g = int(threadIdx.x); g < groups; g += kThreads) {
-    int rank = 0;
-    for (int other = 0; other < groups; ++other)
-      rank += order.rows[other] > order.rows[g] || (order.rows[other] == order.rows[g] && other < g);
-    order.group[rank] = std::uint16_t(g);
-  }
-}
-
-// Tiles in the order of groups, but the last and smaller tiles of groups that have many come after all others, when they fill what
-// is left of the processors' time; within a group in bands of kBand pairs of blocks, so that neighbours read the same operands.
-class Schedule {
- public:
-  __device__ Schedule(const std::int64_t* offsets, const Sizes& s, const Order* order)
-      : offsets_(offsets), order_(order), s_(s), pairs_((s.rows + kPair * kRows - 1) / (kPair * kRows)) {}
-  // Tile `index` of this block's pair. Indices must not fall from call to call.
-  __device__ Tile tile(std::uint32_t index, std::uint32_t rank) {
-    for (; place_ < 2 * s_.groups; ++place_) {
-      const bool late = place_ >= s_.groups;
-      const int place = late ? place_ - s_.groups : place_, group = order_ ? order_->group[place] : place;
-      const auto begin = int(offsets_[group]), rows = int(offsets_[group + 1]) - begin;
-      const int whole = rows / kColumns, part = rows % kColumns > 0;
-      int across = whole + part;
-      if (s_.depth == 0)
-        across = rows > 0 && !late ? (s_.columns + kColumns - 1) / kColumns : 0;
-      else if (whole >= kManyTiles)
-        across = late ? part : whole;
-      else if (late)
-        across = 0;
-      const std::int64_t tiles = std::int64_t(across) * pairs_;
-      if (index < before_ + tiles) {
-        const int at = int(index - before_), band = at / (across * kBand), width = min(kBand, pairs_ - band * kBand);
-        const int in_band = at - band * across * kBand, row = ((band * kBand + in_band % width) * kPair + int(rank)) * kRows;
-        const int column = (in_band / width + (late ? whole : 0)) * kColumns;
-        if (s_.depth == 0) return {group, row, column, begin, rows};
-        return {group, row, 0, begin + column, min(kColumns, rows - column)};
-      }
-      before_ += tiles;
-    }
-    return {};
-  }
-
- private:
-  const std::int64_t* offsets_;
-  const Order* order_;
-  const Sizes& s_;
-  int pairs_, place_ = 0;
-  std::int64_t before_ = 0;  // tiles of earlier groups
-};
-
-__device__ int blocks_of_depth(const Sizes& s, const Tile& t) { return ((s.depth > 0 ? s.depth : t.count) + kDepth - 1) / kDepth; }
-__device__ int width_of(const Sizes& s, const Tile& t) {
-  return s.depth > 0 ? (t.count + kBoxRows - 1) / kBoxRows * kBoxRows : kColumns;
-}
+static_assert(sizeof(Order) <= kConsumers * 2 * kRoundBytes);                      // it lies where wgrad needs no room for results
 
 // Where a warp stands in the ring of stages.
 struct Ring {
@@ -175,7 +96,7 @@ __device__ void produce(const CUtensorMap& a, const CUtensorMap& b, const CUtens
         for (int panel = int(rank); panel < kColumns / 64; panel += kPair)
           copy_box_to(kBoth, to_b + panel * kPanelBytes, &b, full, t.column + panel * 64, t.begin + k);
       } else {
-        for (int box = int(rank) * kBoxRows; box < width; box += kPair * kBoxRows)
+        for (int box = int(rank) * kWidthStep; box < width; box += kPair * kWidthStep)
           copy_box_to(kBoth, to_b + box * kLine, &b, full, k, t.begin + box);
       }
       if (block == 0 && rank == 0)
@@ -511,7 +432,7 @@ void cuda::grouped_linear(Context& ctx, const GroupedLinearForward& a) {
   const std::int64_t* offsets = offsets_on_device(ctx, a.offsets, a.device_offsets);
   if (I > 0 && for_tensor_cores({a.x, a.w, a.y}))
     return run_on_tensor_cores<Pass::forward>(ctx, tensor_map(a.w, {I, O, e}, {kDepth, kRows, 1}),
-                                              tensor_map(a.x, {I, R}, {kDepth, kBoxRows}), offsets, a.y, false,
+                                              tensor_map(a.x, {I, R}, {kDepth, kWidthStep}), offsets, a.y, false,
                                               {int(e), int(O), 0, int(I)}, R);
   product(ctx, {.m = R,
                 .n = O,
@@ -535,7 +456,7 @@ void cuda::grouped_linear(Context& ctx, const GroupedLinearBackward& a) {
     const std::int64_t e = a.w.shape[0], I = a.w.shape[2];
     if (O > 0 && for_tensor_cores({a.dy, a.w, a.dx}))
       run_on_tensor_cores<Pass::dgrad>(ctx, tensor_map(a.w, {I, O, e}, {64, kDepth, 1}),
-                                       tensor_map(a.dy, {O, R}, {kDepth, kBoxRows}), offsets, a.dx, a.add_dx,
+                                       tensor_map(a.dy, {O, R}, {kDepth, kWidthStep}), offsets, a.dx, a.add_dx,
                                        {int(e), int(I), 0, int(O)}, R);
     else
       product(ctx, {.m = R,
