@@ -77,7 +77,7 @@ void bench_sparse_attention(const Ceilings& ceilings, const Report& report) {
     if (N != 64) continue;
     {  // the parts of backward for the last rows of queries: their lists, and the sums over keys
       const std::int64_t rows = 528, first = T - rows, parts = ops::cuda::key_parts(T, 9);
-      const Tensor pairs = b.normal(bf16, {rows, K, 128}), sums = b.zeros(f32, {parts, T, C + He});
+      const Tensor pair_products = b.normal(bf16, {rows, K, 128}), sums = b.zeros(f32, {parts, T, C + He});
       const ops::cuda::KeyLists lists{.listed = b.empty(DType::i32, {rows, K}).as<std::int32_t>(),
                                       .counts = b.empty(DType::i32, {rows}).as<std::int32_t>(),
                                       .bounds = b.empty(DType::i32, {rows, ops::cuda::key_ranges(T) + 1}).as<std::int32_t>(),
@@ -87,9 +87,9 @@ void bench_sparse_attention(const Ceilings& ceilings, const Report& report) {
       const auto list = [&] { ops::cuda::list_keys(b.context(), indices.rows(first, T).as<std::int32_t>(), lists); };
       report(b.time("sparse_attention lists of keys", "528 rows, " + shape, 0, 8 * double(rows * K), list));
       report(b.time("sparse_attention sums over keys", "528 rows, " + shape, 2 * double(rows * K * N) * double(2 * C + He),
-                    2 * double(pairs.count()), [&] {
+                    2 * double(pair_products.count()), [&] {
                       ops::cuda::sum_key_tiles(b.context(), ops::cuda::KeyTiles{.lists = lists,
-                                                                                .pairs = pairs,
+                                                                                .pair_products = pair_products,
                                                                                 .value0 = q_latent.rows(first, T),
                                                                                 .value1 = dout.rows(first, T),
                                                                                 .value2 = q.rows(first, T),
