@@ -89,7 +89,7 @@ void bench_sparse_attention(const Ceilings& ceilings, const Report& report) {
       report(b.time("sparse_attention sums over keys", "528 rows, " + shape, 2 * double(rows * K * N) * double(2 * C + He),
                     2 * double(pair_products.count()), [&] {
                       ops::cuda::sum_key_tiles(b.context(), ops::cuda::KeyTiles{.lists = lists,
-                                                                                .pair_products = pair_products,
+                                                                                .pairs = pair_products,
                                                                                 .value0 = q_latent.rows(first, T),
                                                                                 .value1 = dout.rows(first, T),
                                                                                 .value2 = q.rows(first, T),
