@@ -78,7 +78,8 @@ struct Layout {  // of shared memory, in bytes from its start
       descriptors = positions + kTileStages * kPairs * 4,               // (kTileStages)
       barriers = descriptors + kTileStages * 16, tile_full = barriers, tile_empty = tile_full + 8 * kTileStages,
                        value_full = tile_empty + 8 * kTileStages, value_empty = value_full + 8 * kValueStages,
-                       turn = value_empty + 8 * kValueStages, bytes = turn + 8;
+                       turn = value_empty + 8 * kValueStages, room = turn + 8,  // of the first block: a stage is empty in all
+      bytes = room + 8 * kTileStages;
 };
 static_assert(Layout::bytes <= 227 << 10);
 
@@ -98,7 +99,8 @@ __device__ inline int sum_at(int key, int c) {
 
 // grid (panels, ranges, parts), block (kThreads), shared Layout::bytes. Tile i, up to 64 pairs of one row, is multiplied by
 // warpgroup i % 2; the sums are added to in the order of the tiles.
-__global__ void __launch_bounds__(kThreads, 1)
+template <int kCluster>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     key_tiles_kernel(const Sums a, const __grid_constant__ CUtensorMap pairs, const __grid_constant__ CUtensorMap value0,
                      const __grid_constant__ CUtensorMap value1, const __grid_constant__ CUtensorMap value2) {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -126,10 +128,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(shared + Layout::value_full + 8 * s, 1);
       barrier_init(shared + Layout::value_empty + 8 * s, kGroup);
     }
+    for (int s = 0; s < kTileStages; ++s) barrier_init(shared + Layout::room + 8 * s, kCluster * kGroup / kWarp);
     barrier_init(shared + Layout::turn, kGroup);
     fence_barrier_init();
   }
-  if (!__syncthreads_or(any)) return;  // waits for the barriers
+  if (!__syncthreads_or(any)) return;  // as all blocks of the cluster
+  cluster_sync();                      // waits for the barriers of all
 
   const bool copies = threadIdx.x >= 2 * kGroup;
   auto* const sums = reinterpret_cast<float*>(memory + Layout::sums);
@@ -180,10 +184,16 @@ __global__ void __launch_bounds__(kThreads, 1)
           asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
           if (lane == 0) {
             barrier_arrive_and_expect(full, terms * halves * kHalfBytes);
-            for (int term = 0; term < terms; ++term)
-              for (int half = 0; half < halves; ++half)
-                copy_box(to + term * kPanelBytes + half * kHalfBytes, &pairs, full, term * kPanel,
-                         int(row * a.K) + slot + half * kHalf);
+            if (panel % kCluster == 0) {
+              barrier_wait(shared + Layout::room + 8 * at, (tile / kTileStages & 1) ^ 1);
+              for (int term = 0; term < 2; ++term) {
+                // who wants the term: of the first all blocks, of the second those with panels of both
+                const int wanting = term == 0 ? kCluster : min(max(a.both - panel, 0), kCluster);
+                for (int half = 0; half < halves && wanting > 0; ++half)
+                  copy_box_to(std::uint16_t((1 << wanting) - 1), to + term * kPanelBytes + half * kHalfBytes, &pairs, full,
+                              term * kPanel, int(row * a.K) + slot + half * kHalf);
+              }
+            }
           }
           __syncwarp();
         }
@@ -230,6 +240,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       else
         multiply(std::integral_constant<int, 1>{});
       barrier_arrive(shared + Layout::tile_empty + 8 * stage);
+      __syncwarp();
+      if (lane == 0) barrier_arrive_at(shared + Layout::room + 8 * stage, 0, 1);
       barrier_wait(shared + Layout::turn, (tile & 1) ^ 1);  // of the tile before: its sums are made, and so its products
       if (descriptor.z) barrier_arrive(shared + Layout::value_empty + 8 * value_stage);
       float4 at[2][4];  // the positions of a tile differ: no two threads meet
@@ -251,6 +263,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   __syncthreads();  // waits for all sums
+  cluster_sync();   // and for the other blocks, whose last arrivals the first hears of
   if (copies) return;
   for (int i = int(threadIdx.x); i < keys * (kPanel / 4); i += 2 * kGroup) {
     const int key = i / (kPanel / 4), c = i % (kPanel / 4) * 4;
@@ -268,14 +281,15 @@ void list_keys(Context& ctx, const std::int32_t* indices, const KeyLists& to, co
          indices, to, values, turned);
 }
 
-void sum_key_tiles(Context& ctx, const KeyTiles& a) {
+namespace {
+template <int kCluster>
+void run(Context& ctx, const KeyTiles& a) {
   const KeyLists& l = a.lists;
-  if (l.rows == 0 || l.keys == 0 || l.K == 0) return;
   const auto map = [](ConstTensor t) {  // (rows, N, width)
     return t.present() ? tensor_map(t, {t.shape[2], t.shape[1], t.shape[0]}, {kPanel, kHeads, 1}) : CUtensorMap{};
   };
   launch(
-      ctx, key_tiles_kernel,
+      ctx, key_tiles_kernel<kCluster>,
       {dim3(unsigned(a.panels), blocks(l.keys, kKeyRange), unsigned(key_parts(l.keys, a.panels))), dim3(kThreads), Layout::bytes},
       Sums{.listed = l.listed,
            .bounds = l.bounds,
@@ -289,6 +303,12 @@ void sum_key_tiles(Context& ctx, const KeyTiles& a) {
            .both = int(a.both),
            .first = int(a.first)},
       tensor_map(a.pairs, {a.pairs.shape[2], l.rows * l.K}, {kPanel, kHalf}), map(a.value0), map(a.value1), map(a.value2));
+}
+}  // namespace
+
+void sum_key_tiles(Context& ctx, const KeyTiles& a) {
+  if (a.lists.rows == 0 || a.lists.keys == 0 || a.lists.K == 0) return;
+  a.panels % 3 == 0 ? run<3>(ctx, a) : a.panels % 2 == 0 ? run<2>(ctx, a) : run<1>(ctx, a);
 }
 
 }  // namespace moetrain::ops::cuda
