@@ -99,6 +99,10 @@ __device__ void produce(const CUtensorMap& a, const CUtensorMap& b, const CUtens
         for (int box = int(rank) * kWidthStep; box < width; box += kPair * kWidthStep)
           copy_box_to(kBoth, to_b + box * kLine, &b, full, k, t.begin + box);
       }
+      if constexpr (kPass == Pass::wgrad)
+        if (block == 0)  // dw is read while its products are made: all blocks want theirs at the same time
+          for (int box = 0; box < kColumns / kSumBox * 2; ++box)
+            prefetch_box(&dw, t.column + box / 2 * kSumBox, t.row + box % 2 * 64, t.group);
       if (block == 0 && rank == 0)
         tell(shared_address(&shared.drawn[slot]), told, 1, next);  // early: the other will not wait for it
     }

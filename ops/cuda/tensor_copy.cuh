@@ -116,6 +116,10 @@ template <int kPending>
 __device__ void store_wait_read() {  // until shared memory has been read but for so many groups
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
+// Toward the L2 cache.
+__device__ inline void prefetch_box(const CUtensorMap* map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z) : "memory");
+}
 __device__ inline void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // Ordinary writes to shared memory before, reads of the tensor cores and the copy engine after.
