@@ -101,6 +101,7 @@ __device__ void produce(const CUtensorMap& a, const CUtensorMap& b, const CUtens
       }
       if constexpr (kPass == Pass::wgrad)
         if (block == 0)  // dw is read while its products are made: all blocks want theirs at the same time
+#pragma unroll 1
           for (int box = 0; box < kColumns / kSumBox * 2; ++box)
             prefetch_box(&dw, t.column + box / 2 * kSumBox, t.row + box % 2 * 64, t.group);
       if (block == 0 && rank == 0)
