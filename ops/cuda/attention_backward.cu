@@ -1,69 +1,48 @@
-// attention_backward.cu -- the backward pass of attention on wgmma, in two
-// passes that each write their own gradients: over blocks of keys, and over
-// blocks of queries. That is 7 products instead of 5, but no sum in memory and
-// no order between blocks.
+// attention_backward.cu -- the backward pass of attention on wgmma, in two passes that each write their own gradients: over blocks
+// of keys, and over blocks of queries. That is 7 products instead of 5, but no sum in memory and no order between blocks.
 #include "ops/cuda/attention_tiles.cuh"
 
 namespace moetrain::ops {
 namespace {
 
-using namespace cuda;                  // NOLINT: the helpers of this backend
-using namespace cuda::attention_tiles; // NOLINT
+using namespace cuda;                   // NOLINT: the helpers of this backend
+using namespace cuda::attention_tiles;  // NOLINT
 
 // The columns stream by, 64 at a time.
 constexpr int kColumns = 64, kPanelBytes = kColumns * kBox * 2, kStages = 3;
 constexpr int kKeyBytes = 3 * kPanelBytes, kValueBytes = 2 * kPanelBytes;
-constexpr int kKeyStageBytes =
-    kKeyBytes + 1024; // with lse and delta of queries, 256 bytes each
-constexpr int kSharedBytes = 1024 + kRowsKeyBytes + kRowsValueBytes +
-                             kStages * (kKeyStageBytes + kValueBytes);
+constexpr int kKeyStageBytes = kKeyBytes + 1024;  // with lse and delta of queries, 256 bytes each
+constexpr int kSharedBytes = 1024 + kRowsKeyBytes + kRowsValueBytes + kStages * (kKeyStageBytes + kValueBytes);
 
-// What backward writes: gradients of queries, or those of keys, with dk_extra
-// summed over a group of heads (groups, T, kExtra).
+// What backward writes: gradients of queries, or those of keys, with dk_extra summed over a group of heads (groups, T, kExtra).
 struct Gradients {
   __nv_bfloat16 *dq, *dkv;
-  float *extra_parts;
+  float* extra_parts;
 };
 
-// grid (blocks of 128 rows * ceil(N / heads)), block kThreads: rows, keys or
-// queries, of one head after another against the columns that they see. z =
-// rows.columns^T, then dP = values.values^T; with weights P and dz rounded to
-// bf16 in registers the gradient of a key gathers dz times queries and P times
-// do, that of a query dz times keys. lse in log2 and delta are (N, stride). At
-// T = 8192, N = 32: 1375 GFLOP for keys, 1100 for queries.
+// grid (blocks of 128 rows * ceil(N / heads)), block kThreads: rows, keys or queries, of one head after another against the columns
+// that they see. z = rows.columns^T, then dP = values.values^T; with P and dz rounded to bf16 in registers the gradient of
+// a key gathers dz times queries and P times do, that of a query dz times keys. lse in log2 and delta are (N, stride). At T = 8192,
+// N = 32: 1375 GFLOP for keys, 1100 for queries.
 template <bool kRowsAreKeys>
 __global__ void __launch_bounds__(kThreads, 1)
-    attention_backward_wgmma_kernel(const __grid_constant__ Maps maps,
-                                    const int2 *__restrict__ documents,
-                                    const float *__restrict__ lse,
-                                    const float *__restrict__ delta,
-                                    std::int64_t stride, Gradients to, int T,
-                                    int N, float scale, int heads_a_group,
-                                    int groups_a_section) {
+    attention_backward_wgmma_kernel(const __grid_constant__ Maps maps, const int2* __restrict__ documents,
+                                    const float* __restrict__ lse, const float* __restrict__ delta, std::int64_t stride,
+                                    Gradients to, int T, int N, float scale, int heads_a_group, int groups_a_section) {
   constexpr int kSums = kColumns / 2, kSteps = kColumns / 16;
   extern __shared__ unsigned char shared[];
-  __shared__ std::uint64_t row_barriers[2], key_barriers[2 * kStages],
-      value_barriers[2 * kStages];
-  unsigned char *const base = aligned(shared);
-  Ring<1, kRowsKeyBytes + kRowsValueBytes> rows(shared_address(base),
-                                                row_barriers);
-  Ring<kStages, kKeyStageBytes> keys(
-      rows.stages + kRowsKeyBytes + kRowsValueBytes, key_barriers);
-  Ring<kStages, kValueBytes> values(keys.stages + kStages * kKeyStageBytes,
-                                    value_barriers);
+  __shared__ std::uint64_t row_barriers[2], key_barriers[2 * kStages], value_barriers[2 * kStages];
+  unsigned char* const base = aligned(shared);
+  Ring<1, kRowsKeyBytes + kRowsValueBytes> rows(shared_address(base), row_barriers);
+  Ring<kStages, kKeyStageBytes> keys(rows.stages + kRowsKeyBytes + kRowsValueBytes, key_barriers);
+  Ring<kStages, kValueBytes> values(keys.stages + kStages * kKeyStageBytes, value_barriers);
 
-  const int row_blocks = (T + kRows - 1) / kRows,
-            groups = (N + heads_a_group - 1) / heads_a_group;
-  const auto [of_heads, row_block] =
-      place(row_blocks, groups, groups_a_section);
-  const int first =
-                (kRowsAreKeys ? row_block : row_blocks - 1 - row_block) * kRows,
-            last = min(first + kRows, T) - 1;
-  const int begin =
-      kRowsAreKeys ? first : documents[first].x / kColumns * kColumns;
+  const int row_blocks = (T + kRows - 1) / kRows, groups = (N + heads_a_group - 1) / heads_a_group;
+  const auto [of_heads, row_block] = place(row_blocks, groups, groups_a_section);
+  const int first = (kRowsAreKeys ? row_block : row_blocks - 1 - row_block) * kRows, last = min(first + kRows, T) - 1;
+  const int begin = kRowsAreKeys ? first : documents[first].x / kColumns * kColumns;
   const int end = kRowsAreKeys ? documents[last].y : last + 1;
-  const int first_head = of_heads * heads_a_group,
-            last_head = min(first_head + heads_a_group, N) - 1;
+  const int first_head = of_heads * heads_a_group, last_head = min(first_head + heads_a_group, N) - 1;
 
   if (threadIdx.x == 0) {
     rows.init();
@@ -71,67 +50,52 @@ __global__ void __launch_bounds__(kThreads, 1)
     values.init();
     fence_barrier_init();
   }
-  __syncthreads(); // waits for the barriers
+  __syncthreads();  // waits for the barriers
 
   const int group = group_of_warp();
   if (group < 0) {
     leave_registers<24>();
-    if (threadIdx.x != 0)
-      return;
+    if (threadIdx.x != 0) return;
     const Rows of_rows = kRowsAreKeys ? keys_of(maps) : queries_of(maps),
                of_columns = kRowsAreKeys ? queries_of(maps) : keys_of(maps);
     for (int n = first_head; n <= last_head; ++n, rows.next()) {
       rows.expect(kRowsKeyBytes + kRowsValueBytes);
       for (int at = 0; at < kRows; at += kBox) {
-        of_rows.bring_key(rows.here() + at * kBox * 2, kRowBoxBytes, n,
-                          first + at, rows.full());
-        of_rows.bring_value(rows.here() + kRowsKeyBytes + at * kBox * 2,
-                            kRowBoxBytes, n, first + at, rows.full());
+        of_rows.bring_key(rows.here() + at * kBox * 2, kRowBoxBytes, n, first + at, rows.full());
+        of_rows.bring_value(rows.here() + kRowsKeyBytes + at * kBox * 2, kRowBoxBytes, n, first + at, rows.full());
       }
-      for (int column = begin; column < end;
-           column += kColumns, keys.next(), values.next()) {
+      for (int column = begin; column < end; column += kColumns, keys.next(), values.next()) {
         keys.expect(kKeyBytes + (kRowsAreKeys ? 2 * kColumns * 4 : 0));
         for (int at = 0; at < kColumns; at += kBox)
-          of_columns.bring_key(keys.here() + at * kBox * 2, kPanelBytes, n,
-                               column + at, keys.full());
+          of_columns.bring_key(keys.here() + at * kBox * 2, kPanelBytes, n, column + at, keys.full());
         if (kRowsAreKeys) {
-          copy_bytes(keys.here() + kKeyBytes, lse + n * stride + column,
-                     kColumns * 4, keys.full());
-          copy_bytes(keys.here() + kKeyBytes + kColumns * 4,
-                     delta + n * stride + column, kColumns * 4, keys.full());
+          copy_bytes(keys.here() + kKeyBytes, lse + n * stride + column, kColumns * 4, keys.full());
+          copy_bytes(keys.here() + kKeyBytes + kColumns * 4, delta + n * stride + column, kColumns * 4, keys.full());
         }
         values.expect(kValueBytes);
         for (int at = 0; at < kColumns; at += kBox)
-          of_columns.bring_value(values.here() + at * kBox * 2, kPanelBytes, n,
-                                 column + at, values.full());
+          of_columns.bring_value(values.here() + at * kBox * 2, kPanelBytes, n, column + at, values.full());
       }
     }
     return;
   }
 
   take_registers<240>();
-  const std::uint32_t my_keys = rows.stages + group * kBoxBytes,
-                      my_values = my_keys + kRowsKeyBytes;
+  const std::uint32_t my_keys = rows.stages + group * kBoxBytes, my_values = my_keys + kRowsKeyBytes;
   const float to_log2 = scale * kLog2E;
   const int mine = first + 64 * group;
-  const int all_low =
-                columns_of<kRowsAreKeys>(documents, min(mine + 63, T - 1), T)
-                    .low, // what all rows of the group see
+  const int all_low = columns_of<kRowsAreKeys>(documents, min(mine + 63, T - 1), T).low,  // what all rows of the group see
       all_high = columns_of<kRowsAreKeys>(documents, min(mine, T - 1), T).high;
-  unsigned char *const staged =
-      base + warp() / 2 * kRowBoxBytes + group * kBoxBytes + warp() % 2 * 4096;
-  float d_key[96], d_value[kRowsAreKeys ? 64 : 1]; // d_key is [nope | extra]
+  unsigned char* const staged = base + warp() / 2 * kRowBoxBytes + group * kBoxBytes + warp() % 2 * 4096;
+  float d_key[96], d_value[kRowsAreKeys ? 64 : 1];  // d_key is [nope | extra]
 #pragma unroll
-  for (int i = 64; i < 96; ++i)
-    d_key[i] = 0;
+  for (int i = 64; i < 96; ++i) d_key[i] = 0;
   for (int n = first_head; n <= last_head; ++n, rows.next()) {
 #pragma unroll
-    for (int i = 0; i < (kRowsAreKeys ? 64 : 96); ++i)
-      d_key[i] = 0;
+    for (int i = 0; i < (kRowsAreKeys ? 64 : 96); ++i) d_key[i] = 0;
     if constexpr (kRowsAreKeys) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i)
-        d_value[i] = 0;
+      for (int i = 0; i < 64; ++i) d_value[i] = 0;
     }
     float lse_of[2] = {}, delta_of[2] = {};
     if constexpr (!kRowsAreKeys)
@@ -142,42 +106,32 @@ __global__ void __launch_bounds__(kThreads, 1)
     float z[kSums], dz[kSums];
     unsigned weights[kSums / 2], d_weights[kSums / 2];
     rows.await();
-    for (int column = begin; column < end;
-         column += kColumns, keys.next(), values.next()) {
-      const float *const statistics =
-          reinterpret_cast<const float *>(base + (keys.here() - rows.stages) +
-                                          kKeyBytes) +
-          lane() % 4 * 2;
+    for (int column = begin; column < end; column += kColumns, keys.next(), values.next()) {
+      const float* const statistics =
+          reinterpret_cast<const float*>(base + (keys.here() - rows.stages) + kKeyBytes) + lane() % 4 * 2;
       keys.await();
       start_dots<kKey / 16>(z, my_keys, keys.here(), kPanelBytes);
-      if constexpr (!kRowsAreKeys) { // keys have no registers left for dz so
-                                     // early
+      if constexpr (!kRowsAreKeys) {  // keys have no registers left for dz so early
         values.await();
         start_dots<kValue / 16>(dz, my_values, values.here(), kPanelBytes);
       }
-      wgmma_wait<kRowsAreKeys ? 0 : 1>(); // for z, and for the sums over the
-                                          // columns before
+      wgmma_wait<kRowsAreKeys ? 0 : 1>();  // for z, and for the sums over the columns before
       settle(z);
       settle(d_key);
-      if (column != begin)
-        keys.release_last();
+      if (column != begin) keys.release_last();
 #pragma unroll
       for (int i = 0; i < kSums; ++i)
-        z[i] = exp2_fast(z[i] * to_log2 - (kRowsAreKeys
-                                               ? statistics[i / 4 * 8 + i % 2]
-                                               : lse_of[i / 2 % 2]));
+        z[i] = exp2_fast(z[i] * to_log2 - (kRowsAreKeys ? statistics[i / 4 * 8 + i % 2] : lse_of[i / 2 % 2]));
       if (column < all_low || column + kColumns > all_high) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const Seen seen =
-              columns_of<kRowsAreKeys>(documents, first + row_of(half), T);
+          const Seen seen = columns_of<kRowsAreKeys>(documents, first + row_of(half), T);
 #pragma unroll
           for (int j = 0; j < kColumns / 8; ++j)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               const int s = column + 8 * j + lane() % 4 * 2 + i;
-              if (s < seen.low || s >= seen.high)
-                z[4 * j + 2 * half + i] = 0;
+              if (s < seen.low || s >= seen.high) z[4 * j + 2 * half + i] = 0;
             }
         }
       }
@@ -189,89 +143,67 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       wgmma_wait<0>();
       settle(dz);
-      if constexpr (kRowsAreKeys)
-        settle(d_value);
+      if constexpr (kRowsAreKeys) settle(d_value);
       values.release();
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int i = 4 * j + 2 * half, c = kColumns + 8 * j;
-          const float2 p = kRowsAreKeys ? unpacked(weights[2 * j + half])
-                                        : float2{z[i], z[i + 1]};
-          const float low = kRowsAreKeys ? statistics[c] : delta_of[half],
-                      high = kRowsAreKeys ? statistics[c + 1] : delta_of[half];
-          d_weights[2 * j + half] =
-              packed(p.x * (dz[i] - low), p.y * (dz[i + 1] - high));
+          const float2 p = kRowsAreKeys ? unpacked(weights[2 * j + half]) : float2{z[i], z[i + 1]};
+          const float low = kRowsAreKeys ? statistics[c] : delta_of[half], high = kRowsAreKeys ? statistics[c + 1] : delta_of[half];
+          d_weights[2 * j + half] = packed(p.x * (dz[i] - low), p.y * (dz[i + 1] - high));
         }
       start_sums<kSteps>(d_key, d_weights, keys.here(), kPanelBytes);
     }
     wgmma_wait<0>();
     settle(d_key);
     keys.release_last();
-    warpgroup_sync(1 + group); // waits until the group's rows, where gradients
-                               // are staged now, are read
+    warpgroup_sync(1 + group);  // waits until the group's rows, where gradients are staged now, are read
     const std::int64_t at = mine + 16 * warp();
     if constexpr (kRowsAreKeys) {
       const std::int64_t row = std::int64_t(N) * (kNope + kValue);
-      __nv_bfloat16 *const dkv = to.dkv + std::int64_t(n) * (kNope + kValue);
+      __nv_bfloat16* const dkv = to.dkv + std::int64_t(n) * (kNope + kValue);
       write_rows<64>(d_key, scale, scale, staged, dkv, row, at, T);
       write_rows<64>(d_value, 1, 1, staged, dkv + kNope, row, at, T);
     } else {
       const std::int64_t row = std::int64_t(N) * kKey;
-      write_rows<64>(d_key, scale, scale, staged,
-                     to.dq + std::int64_t(n) * kKey, row, at, T);
-      write_rows<32>(d_key + 64, scale, scale, staged,
-                     to.dq + std::int64_t(n) * kKey + kNope, row, at, T);
+      write_rows<64>(d_key, scale, scale, staged, to.dq + std::int64_t(n) * kKey, row, at, T);
+      write_rows<32>(d_key + 64, scale, scale, staged, to.dq + std::int64_t(n) * kKey + kNope, row, at, T);
     }
     fence_shared_writes();
-    __syncwarp(); // waits for the lanes' fences
+    __syncwarp();  // waits for the lanes' fences
     rows.release();
   }
   if constexpr (kRowsAreKeys) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const std::int64_t t = first + row_of(half);
-      if (t >= T)
-        continue;
-      float *const part = to.extra_parts +
-                          (std::int64_t(of_heads) * T + t) * kExtra +
-                          lane() % 4 * 2;
+      if (t >= T) continue;
+      float* const part = to.extra_parts + (std::int64_t(of_heads) * T + t) * kExtra + lane() % 4 * 2;
 #pragma unroll
       for (int j = 0; j < 8; ++j)
-        *reinterpret_cast<float2 *>(part + 8 * j) = {
-            d_key[64 + 4 * j + 2 * half] * scale,
-            d_key[64 + 4 * j + 2 * half + 1] * scale};
+        *reinterpret_cast<float2*>(part + 8 * j) = {d_key[64 + 4 * j + 2 * half] * scale, d_key[64 + 4 * j + 2 * half + 1] * scale};
     }
   }
 }
 
-} // namespace
+}  // namespace
 
-bool cuda::wgmma_takes(const AttentionBackward &a) {
-  return takes(a, {a.do_, a.q, a.kv, a.k_extra, a.dq, a.dkv});
-}
+bool cuda::wgmma_takes(const AttentionBackward& a) { return takes(a, {a.do_, a.q, a.kv, a.k_extra, a.dq, a.dkv}); }
 
-void cuda::attention_wgmma(Context &ctx, const AttentionBackward &a,
-                           const AttentionBackward::Scratch &scratch) {
-  const std::int64_t T = a.q.shape[0], N = a.q.shape[1],
-                     groups = scratch.extra_parts.shape[0],
+void cuda::attention_wgmma(Context& ctx, const AttentionBackward& a, const AttentionBackward::Scratch& scratch) {
+  const std::int64_t T = a.q.shape[0], N = a.q.shape[1], groups = scratch.extra_parts.shape[0],
                      row_blocks = (T + kRows - 1) / kRows;
   const Maps maps = maps_of(a);
-  const auto *documents = static_cast<const int2 *>(scratch.documents.data);
-  const float *lse = scratch.lse.as<float>(),
-              *delta = scratch.delta.as<float>();
+  const auto* documents = static_cast<const int2*>(scratch.documents.data);
+  const float *lse = scratch.lse.as<float>(), *delta = scratch.delta.as<float>();
   const std::int64_t stride = scratch.lse.shape[1];
-  const Gradients to = {device_pointer<bf16>(a.dq), device_pointer<bf16>(a.dkv),
-                        scratch.extra_parts.as<float>()};
-  launch(ctx, attention_backward_wgmma_kernel<true>,
-         {blocks(row_blocks * groups, 1), kThreads, kSharedBytes}, maps,
-         documents, lse, delta, stride, to, int(T), int(N), float(a.scale),
-         int(a.heads_a_group()), heads_a_section(T, groups));
-  launch(ctx, attention_backward_wgmma_kernel<false>,
-         {blocks(row_blocks * N, 1), kThreads, kSharedBytes}, maps, documents,
-         lse, delta, stride, to, int(T), int(N), float(a.scale), 1,
-         heads_a_section(T, N));
+  const Gradients to = {device_pointer<bf16>(a.dq), device_pointer<bf16>(a.dkv), scratch.extra_parts.as<float>()};
+  launch(ctx, attention_backward_wgmma_kernel<true>, {blocks(row_blocks * groups, 1), kThreads, kSharedBytes}, maps, documents, lse,
+         delta, stride, to, int(T), int(N), float(a.scale), int(a.heads_a_group()), heads_a_section(T, groups));
+  launch(ctx, attention_backward_wgmma_kernel<false>, {blocks(row_blocks * N, 1), kThreads, kSharedBytes}, maps, documents, lse,
+         delta, stride, to, int(T), int(N), float(a.scale), 1, heads_a_section(T, N));
 }
 
-} // namespace moetrain::ops
+}  // namespace moetrain::ops
