@@ -118,28 +118,28 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_attention_backward_tiles_k
     const auto* const deltas = reinterpret_cast<const float*>(memory + Layout::delta) + row;
     const float lse[2] = {lses[0], lses[8]}, delta[2] = {deltas[0], deltas[8]};
     for (int i = 0; i < tiles; ++i) {
-      float z[kKeys / 2] = {}, dp[kKeys / 2] = {};
+      float z[kKeys / 2], dp[kKeys / 2];
       wait_full(i);
       fence_shared_writes();  // the copies were ordinary writes
-      settle(z), settle(dp);
       wgmma_fence();
       products<kPanels>(z, shared + Layout::query, stage(i));
+      wgmma_commit();
       products<kLatentPanels>(dp, shared + Layout::dout, stage(i));
       wgmma_commit();
-      wgmma_wait<0>();
-      settle(z), settle(dp);
-      arrive_empty(i);
+      wgmma_wait<1>();  // probabilities are made while the other products are under way
+      settle(z);
       const int left = count - i * kKeys - 2 * (lane % 4);
 #pragma unroll
-      for (int x = 0; x < kKeys / 2; ++x) {
-        const int h = x / 2 % 2;
-        const float p = 8 * (x / 4) + x % 2 < left ? exp2_fast(z[x] * in.scale_log2 - lse[h]) : 0.0F;
-        dp[x] = a.scale * p * (dp[x] - delta[h]);
-        z[x] = p;
-      }
+      for (int x = 0; x < kKeys / 2; ++x)
+        z[x] = 8 * (x / 4) + x % 2 < left ? exp2_fast(z[x] * in.scale_log2 - lse[x / 2 % 2]) : 0.0F;
       barrier_wait(shared + Layout::pair_empty + 8 * (i & 1), (i / 2 & 1) ^ 1);
-      store_transposed(dp, shared + pairs_at(i), warp, lane);
       store_transposed(z, shared + pairs_at(i) + kKeyPanel, warp, lane);
+      wgmma_wait<0>();
+      settle(dp);
+      arrive_empty(i);
+#pragma unroll
+      for (int x = 0; x < kKeys / 2; ++x) dp[x] = a.scale * z[x] * (dp[x] - delta[x / 2 % 2]);
+      store_transposed(dp, shared + pairs_at(i), warp, lane);
       fence_shared_writes();
       barrier_arrive(shared + Layout::pair_full + 8 * (i & 1));
     }
