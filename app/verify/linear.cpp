@@ -96,16 +96,10 @@ void verify_head_linear(const Verification& v, ops::HeadDirection direction) {
   const std::string shape = sizes({{"T", T}, {"N", N}, {"H", width}, {"C", C}});
   const auto few = std::int64_t(rows.size());
   const Tensor w64 = c.wide(w);
-  Places written;
+  Places written;  // columns of the slice, on the heads' side
   for (std::int64_t n = 0; n < N; ++n)
     for (std::int64_t h = 0; h < width; ++h) written.push_back(n * heads[2] + h);
-  const auto picked = [&](ConstTensor t) {  // the columns of the slice, where t is the heads' side
-    const Tensor some = c.host_zeros({t.shape[0], std::int64_t(written.size())});
-    for (std::int64_t r = 0; r < t.shape[0]; ++r)
-      for (std::size_t i = 0; i < written.size(); ++i)
-        some.as<double>()[r * some.shape[1] + std::int64_t(i)] = t.as<double>()[r * t.shape.row() + written[i]];
-    return some;
-  };
+  const auto picked = [&](ConstTensor t) { return c.pick(t, range(0, few), written); };
 
   c.run(name + " forward", shape, [&](ops::Context& ctx) {
     ops::head_linear(

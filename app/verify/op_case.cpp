@@ -198,6 +198,17 @@ Tensor OpCase::wide(ConstTensor t, const Places& rows) {
 }
 Tensor OpCase::wide(ConstTensor t) { return wide(t, range(0, t.shape[0])); }
 
+Tensor OpCase::pick(ConstTensor host, const Places& rows, const Places& columns) {
+  const Tensor to = host_tensors_.take(DType::f64, {std::int64_t(rows.size()), std::int64_t(columns.size())});
+  for (std::size_t r = 0; r < rows.size(); ++r)
+    widen(DType::f64, reinterpret_cast<const std::byte*>(host.as<double>() + rows[r] * host.shape.row()), columns,
+          to.as<double>() + r * columns.size());
+  return to;
+}
+Tensor OpCase::pick(ConstTensor host, const Places& rows) {
+  return pick(host, rows, range(0, host.shape.row())).reshape(host.shape.with_dim0(std::int64_t(rows.size())));
+}
+
 void OpCase::clear(std::initializer_list<Tensor> outputs) const {
   for (const Tensor& t : outputs) fill(verification_.device, t.data, 0, t.bytes());
 }

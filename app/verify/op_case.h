@@ -100,6 +100,8 @@ class OpCase {
   Tensor wide(ConstTensor t);                       // of the device, in f64
   Tensor wide(ConstTensor t, const Places& rows);
   Tensor wide(ConstTensor t, const Places& rows, const Places& columns);  // (rows, columns)
+  Tensor pick(ConstTensor host, const Places& rows);                      // of the host, f64
+  Tensor pick(ConstTensor host, const Places& rows, const Places& columns);
 
   // Runs the op twice, the first time to load its kernels, after `prepare` each time.
   void run(std::string op, std::string shape, const std::function<void()>& prepare, const std::function<void(ops::Context&)>& call);

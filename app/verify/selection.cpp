@@ -42,4 +42,10 @@ std::vector<std::int32_t> Selection::of_window() const {
   return some;
 }
 
+Places Selection::rows_of_window() const {
+  Places counted(rows);
+  for (std::int64_t& row : counted) row -= window;
+  return counted;
+}
+
 }  // namespace moetrain::app

@@ -12,8 +12,9 @@ struct Selection {
   Selection(OpCase& c, std::int64_t compared);
   // (T, K): those of the compared queries, -1 for all others.
   std::vector<std::int32_t> of_rows() const;
-  // (T - window, K): the same, counted from the window on.
+  // The same, counted from the window on: (T - window, K), and the compared queries.
   std::vector<std::int32_t> of_window() const;
+  Places rows_of_window() const;
 };
 
 }  // namespace moetrain::app

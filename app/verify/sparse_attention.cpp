@@ -34,6 +34,23 @@ struct Inputs {
         probability(c.empty(c.real(), {T, selected.K})) {}
 };
 
+struct Group {  // of heads
+  Places heads;
+  Tensor q_latent, q, o, lse, probability;
+};
+
+// Of q only the last columns of a head are an input.
+Places last_columns(const Places& heads, std::int64_t Hq, std::int64_t He) {
+  Places columns;
+  for (const std::int64_t n : heads)
+    for (std::int64_t h = Hq - He; h < Hq; ++h) columns.push_back(n * Hq + h);
+  return columns;
+}
+
+void add(ConstTensor x, Tensor sum, double share) {
+  for (std::int64_t i = 0; i < x.count(); ++i) sum.as<double>()[i] += share * x.as<double>()[i];
+}
+
 }  // namespace
 
 void verify_sparse_attention(const Verification& v) {
@@ -50,45 +67,41 @@ void verify_sparse_attention(const Verification& v) {
                dk_extra = c.empty(c.storage(), in.k_extra.shape);
   c.keep_rows(dout, rows);  // sums over queries in dlatent and dk_extra are then those of the compared ones
 
-  // Some heads at a time, W rows, zero but for the queries.
-  const std::int64_t most = std::max<std::int64_t>(1, (std::int64_t(1) << 23) / (W * C));
-  const Tensor latent64 = c.wide(in.latent, range(in.selected.window, T)),
-               k_extra64 = c.wide(in.k_extra, range(in.selected.window, T)), indices64 = c.host_of(in.selected.of_window(), {W, K}),
-               probability64 = c.host_zeros({std::int64_t(rows.size()), K}), dlatent64 = c.host_zeros(latent64.shape),
-               dk_extra64 = c.host_zeros(k_extra64.shape);
-  const auto each_group = [&](auto body) {
+  const Places window = range(in.selected.window, T), queries = in.selected.rows_of_window();
+  const Tensor latent64 = c.wide(in.latent, window), k_extra64 = c.wide(in.k_extra, window),
+               indices64 = c.host_of(in.selected.of_window(), {W, K}), probability64 = c.host_zeros({std::int64_t(rows.size()), K}),
+               dlatent64 = c.host_zeros(latent64.shape), dk_extra64 = c.host_zeros(k_extra64.shape);
+  // Of the window, zero but for the queries.
+  const auto queries_of = [&](ConstTensor t, const Places& heads) {
+    const std::int64_t H = t.shape[2], some = std::int64_t(heads.size());
+    const Tensor all = c.host_zeros({W, some, H}), few = c.wide(t, rows, columns_of_heads(heads, H));
+    for (std::size_t r = 0; r < rows.size(); ++r)
+      std::copy_n(few.as<double>() + std::int64_t(r) * some * H, some * H, all.as<double>() + queries[r] * some * H);
+    return all;
+  };
+  const auto each_group = [&](auto body) {  // of heads, few enough to hold
+    const std::int64_t most = std::max<std::int64_t>(1, (std::int64_t(1) << 23) / (W * C));
     for (std::int64_t n = 0; n < N; n += most) {
       Scope scope(c.host_tensors());
       const Places heads = range(n, std::min(n + most, N));
       const auto some = std::int64_t(heads.size());
-      const auto queries = [&](ConstTensor t) {
-        const std::int64_t H = t.shape[2];
-        const Tensor all = c.host_zeros({W, some, H}), few = c.wide(t, rows, columns_of_heads(heads, H));
-        for (std::size_t r = 0; r < rows.size(); ++r)
-          std::copy_n(few.as<double>() + std::int64_t(r) * some * H, some * H,
-                      all.as<double>() + (rows[r] - in.selected.window) * some * H);
-        return all;
-      };
-      const Tensor o64 = c.host_zeros({W, some, C}), lse64 = c.host_zeros({W, some}), p64 = c.host_zeros({W, K}),
-                   q_latent64 = queries(in.q_latent), q64 = queries(in.q);
-      ops::sparse_attention(c.host(), ops::SparseAttentionForward{.q_latent = q_latent64,
-                                                                  .q = q64,
+      const Group g{heads,
+                    queries_of(in.q_latent, heads),
+                    queries_of(in.q, heads),
+                    c.host_zeros({W, some, C}),
+                    c.host_zeros({W, some}),
+                    learns ? c.host_zeros({W, K}) : Tensor{}};
+      ops::sparse_attention(c.host(), ops::SparseAttentionForward{.q_latent = g.q_latent,
+                                                                  .q = g.q,
                                                                   .latent = latent64,
                                                                   .k_extra = k_extra64,
                                                                   .indices = indices64,
                                                                   .scale = in.scale,
-                                                                  .o_latent = o64,
-                                                                  .lse = lse64,
-                                                                  .probability = p64});
-      body(heads, queries, q_latent64, q64, o64, lse64, p64);
+                                                                  .o_latent = g.o,
+                                                                  .lse = g.lse,
+                                                                  .probability = g.probability});
+      body(g);
     }
-  };
-  const auto of_rows = [&](ConstTensor t) {  // of the window
-    const Tensor few = c.host_zeros({std::int64_t(rows.size()), t.shape.row()});
-    for (std::size_t r = 0; r < rows.size(); ++r)
-      std::copy_n(t.as<double>() + (rows[r] - in.selected.window) * t.shape.row(), t.shape.row(),
-                  few.as<double>() + std::int64_t(r) * t.shape.row());
-    return few;
   };
 
   c.run("sparse_attention forward", shape, [&](ops::Context& ctx) {
@@ -102,12 +115,10 @@ void verify_sparse_attention(const Verification& v) {
                                                            .lse = in.lse,
                                                            .probability = learns ? in.probability : Tensor{}});
   });
-  each_group([&](const Places& heads, auto&, Tensor, Tensor, Tensor o64, Tensor lse64, Tensor p64) {
-    c.compare("o_latent", in.o, rows, columns_of_heads(heads, C), of_rows(o64), bound);
-    c.compare("lse", in.lse, rows, heads, of_rows(lse64), {1e-4, 1e-5});
-    const Tensor p = of_rows(p64);
-    for (std::int64_t i = 0; i < p.count(); ++i)
-      probability64.as<double>()[i] += p.as<double>()[i] * double(heads.size()) / double(N);
+  each_group([&](const Group& g) {
+    c.compare("o_latent", in.o, rows, columns_of_heads(g.heads, C), c.pick(g.o, queries), bound);
+    c.compare("lse", in.lse, rows, g.heads, c.pick(g.lse, queries), {1e-4, 1e-5});
+    if (learns) add(c.pick(g.probability, queries), probability64, double(g.heads.size()) / double(N));
   });
   if (learns) c.compare("probability", in.probability, rows, probability64, {2e-3, 2e-4});
   c.tell();
@@ -127,42 +138,31 @@ void verify_sparse_attention(const Verification& v) {
                                                             .dlatent = dlatent,
                                                             .dk_extra = dk_extra});
   });
-  each_group([&](const Places& heads, auto& queries, Tensor q_latent64, Tensor q64, Tensor, Tensor lse64, Tensor) {
-    const auto some = std::int64_t(heads.size());
-    const Tensor dq_latent64 = c.host_zeros({W, some, C}), dq64 = c.host_zeros({W, some, Hq}), dl = c.host_zeros(dlatent64.shape),
+  each_group([&](const Group& g) {
+    const Tensor dq_latent64 = c.host_zeros(g.q_latent.shape), dq64 = c.host_zeros(g.q.shape), dl = c.host_zeros(dlatent64.shape),
                  dk = c.host_zeros(dk_extra64.shape);
-    ops::sparse_attention(c.host(), ops::SparseAttentionBackward{.do_latent = queries(dout),
-                                                                 .q_latent = q_latent64,
-                                                                 .q = q64,
+    ops::sparse_attention(c.host(), ops::SparseAttentionBackward{.do_latent = queries_of(dout, g.heads),
+                                                                 .q_latent = g.q_latent,
+                                                                 .q = g.q,
                                                                  .latent = latent64,
                                                                  .k_extra = k_extra64,
                                                                  .indices = indices64,
-                                                                 .o_latent = queries(in.o),
-                                                                 .lse = lse64,
+                                                                 .o_latent = queries_of(in.o, g.heads),
+                                                                 .lse = g.lse,
                                                                  .scale = in.scale,
                                                                  .dq_latent = dq_latent64,
                                                                  .dq = dq64,
                                                                  .dlatent = dl,
                                                                  .dk_extra = dk});
-    c.compare("dq_latent", dq_latent, rows, columns_of_heads(heads, C), of_rows(dq_latent64), bound);
-    if (He > 0) {  // of q only its last columns are an input
-      Places extra, extra64;
-      for (std::size_t n = 0; n < heads.size(); ++n)
-        for (std::int64_t h = in.Hn; h < Hq; ++h) {
-          extra.push_back(heads[n] * Hq + h);
-          extra64.push_back(std::int64_t(n) * Hq + h);
-        }
-      const Tensor few = of_rows(dq64), want = c.host_zeros({few.shape[0], std::int64_t(extra64.size())});
-      for (std::int64_t r = 0; r < few.shape[0]; ++r)
-        for (std::size_t i = 0; i < extra64.size(); ++i)
-          want.as<double>()[r * want.shape[1] + std::int64_t(i)] = few.as<double>()[r * few.shape[1] + extra64[i]];
-      c.compare("dq", dq, rows, extra, want, bound);
-    }
-    for (std::int64_t i = 0; i < dl.count(); ++i) dlatent64.as<double>()[i] += dl.as<double>()[i];
-    for (std::int64_t i = 0; i < dk.count(); ++i) dk_extra64.as<double>()[i] += dk.as<double>()[i];
+    c.compare("dq_latent", dq_latent, rows, columns_of_heads(g.heads, C), c.pick(dq_latent64, queries), bound);
+    if (He > 0)
+      c.compare("dq", dq, rows, last_columns(g.heads, Hq, He),
+                c.pick(dq64, queries, last_columns(range(0, std::int64_t(g.heads.size())), Hq, He)), bound);
+    add(dl, dlatent64, 1);
+    add(dk, dk_extra64, 1);
   });
-  c.compare("dlatent", dlatent, range(in.selected.window, T), dlatent64, bound);
-  if (He > 0) c.compare("dk_extra", dk_extra, range(in.selected.window, T), dk_extra64, bound);
+  c.compare("dlatent", dlatent, window, dlatent64, bound);
+  if (He > 0) c.compare("dk_extra", dk_extra, window, dk_extra64, bound);
   c.tell();
 }
 

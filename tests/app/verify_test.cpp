@@ -25,6 +25,7 @@ core::Config job(DType dtype, bool sparse) {
   c.training.micro_batch_size = 2;
   c.model.vocab_size = 307;
   c.model.linear_attn.num_heads = 3;
+  c.parallel.expert_parallel = sparse ? 2 : 1;
   c.moe.balance = sparse ? core::Balance::quantile : core::Balance::auxiliary;
   c.moe.z_loss = sparse ? 0 : 1e-3;
   c.model.dsa = core::IndexerConfig{.index_n_heads = 2, .index_head_dim = 5, .index_topk = 16};
@@ -125,6 +126,17 @@ TEST_CASE("the CPU's own operators are found right, in both precisions and both 
   const bool sparse = GENERATE(true, false);
   CAPTURE(name_of(dtype), sparse);
   check_all_right(Device::cpu, job(dtype, sparse));
+}
+
+TEST_CASE("queries of a sequence longer than the reference holds are found right", "[app][cpu]") {
+  core::Config config = job(DType::f32, true);
+  config.data.sequence_length = 9000;
+  config.training.micro_batch_size = 1;
+  int found_right = 0;
+  const Verification v{Device::cpu, config, [&](const Verdict& f) { found_right += f.right && f.compared > 0; }};
+  verify_sparse_attention(v);
+  verify_indexer(v);
+  CHECK(found_right == 5);
 }
 
 TEST_CASE("one wrong value of any output is found", "[app][cpu]") {
