@@ -169,12 +169,8 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(S) == 2 ? 2 : 1)
 #pragma unroll
     for (int r = 0; r < kSub; ++r) {
       const int row = kSub * own.sub + r;
-      float y[2];
-      for (int e = 0; e < 2; ++e) {
-        const float c = window.convolved(r, e);
-        y[e] = x.beta[row] * c * sigmoid(c);  // beta is 0 beyond the last row
-      }
-      put<S, kWidth>(v, row, own.d, y[0], y[1]);
+      const float c[2] = {window.convolved(r, 0), window.convolved(r, 1)}, beta = x.beta[row];
+      put<S, kWidth>(v, row, own.d, beta * c[0] * sigmoid(c[0]), beta * c[1] * sigmoid(c[1]));
     }
   }
   __syncthreads();  // waits for L, and for the readers of the operands
@@ -284,6 +280,8 @@ __global__ void __launch_bounds__(160)
       const int value = v0 + g + i / 2 * 8, key = 8 * n + t2 + i % 2;
       s[n][i] = a.initial_state && value < a.H && key < a.H ? a.initial_state[state_at + std::int64_t(key) * a.H + value] : 0.0F;
     }
+  const int row_step = a.N * a.H, last_rows = int(end - begin) - (chunks - 1) * kRows;
+  S* o_rows = a.o + ((begin + g) * a.N + head) * a.H + v0 + t2;
   for (int i = 0; i < chunks; ++i) {
     const S* w = reinterpret_cast<const S*>(ring.wait(i));
     const S *k = w + kTile, *q = k + kTile, *p = q + kTile, *u = kKeep ? q : p + kRows * kRows;
@@ -318,8 +316,7 @@ __global__ void __launch_bounds__(160)
         for (int n = 0; n < kWidth / 8; ++n) put<S, kWidth>(s_out, v0 + g + 8 * h, 8 * n + t2, s[n][2 * h], s[n][2 * h + 1]);
       }
     } else {
-      const std::int64_t first = begin + std::int64_t(i) * kRows;
-      const int rows = int(end - first < kRows ? end - first : kRows);
+      const int rows = i + 1 < chunks ? kRows : last_rows;
 #pragma unroll
       for (int m = 0; m < kSubs; ++m) {
         Block o[2] = {};
@@ -331,22 +328,20 @@ __global__ void __launch_bounds__(160)
         for (int h = 0; h < 2; ++h) {
           const int row = kSub * m + g + 8 * h;
           if (row >= rows) continue;
-          S* to = a.o + ((first + row) * a.N + head) * a.H;
+          S* to = o_rows + (kSub * m + 8 * h) * row_step;
 #pragma unroll
           for (int n = 0; n < 2; ++n) {
             const int value = v0 + 8 * n + t2;
             if (a.H == kWidth) {
-              Pack<S, 2> two;
-              two.at[0] = from_float<S>(o[n][2 * h]);
-              two.at[1] = from_float<S>(o[n][2 * h + 1]);
-              store<2>(to + value, two);
+              store<2>(to + 8 * n, two_of<S>(o[n][2 * h], o[n][2 * h + 1]));
             } else {
-              if (value < a.H) to[value] = from_float<S>(o[n][2 * h]);
-              if (value + 1 < a.H) to[value + 1] = from_float<S>(o[n][2 * h + 1]);
+              if (value < a.H) to[8 * n] = from_float<S>(o[n][2 * h]);
+              if (value + 1 < a.H) to[8 * n + 1] = from_float<S>(o[n][2 * h + 1]);
             }
           }
         }
       }
+      o_rows += std::int64_t(kRows) * row_step;
     }
 #pragma unroll
     for (int n = 0; n < kWidth / 8; ++n) {

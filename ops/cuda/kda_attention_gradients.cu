@@ -350,7 +350,6 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
   float* taps = edges + kSubs * 3 * kWidth;              // (4, kWidth, 4)
   static_assert((RowSums<kWidth>::kFloats + kSubs * 3 * kWidth + kSubs * kWidth * kTaps) * 4 <=
                 (kTile + kKuRows * kWidth) * int(sizeof(S)));
-  const S* f = in.f + chunk.first * in.P + column;
   float gs[kSub][2], beta_part[kSub];
   if (own.active) {
 #pragma unroll
@@ -370,12 +369,12 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
         for (int row = 0; row < kSub; ++row)
           for (int e = 0; e < 2; ++e) {
             const float c = window.convolved(row, e);
-            const bool valid = kSub * own.sub + row < chunk.rows;
-            to[row][e] = valid ? x.norm[kRows * s + kSub * own.sub + row] * to_float(from_float<S>(c * sigmoid(c))) : 0.0F;
+            to[row][e] = x.norm[kRows * s + kSub * own.sub + row] * to_float(from_float<S>(c * sigmoid(c)));
           }
       };
       normed(0, q);
       normed(1, k);
+      gate.load(in, chunk, head, own.sub, own.d, decays);
 #pragma unroll
       for (int row = 0; row < kSub; ++row) {
         const int at = kSub * own.sub + row;
@@ -383,8 +382,6 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
         for (int e = 0; e < 2; ++e) {
           dqs[row][e] = (e == 0 ? qs.x : qs.y) + self[at] * k[row][e];
           dks[row][e] = (e == 0 ? ks.x : ks.y) + self[at] * q[row][e];
-          const bool valid = at < chunk.rows && own.d + e < in.H;
-          decays[row][e] = valid ? gate.log2_decay(in, to_float(f[at * in.P + e]), e) : 0.0F;
         }
       }
       pairwise_gradients(dP, dL, x.beta, kSub * own.sub, q, k, decays, dqs, dks, gs, beta_part);
@@ -415,7 +412,7 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
           c[row][e] = window.convolved(row, e);
           part += dc[row][e] * to_float(from_float<S>(c[row][e] * sigmoid(c[row][e])));
         }
-        sums.part(at, own.pair) = at < chunk.rows ? (s == 2 ? part + beta_part[row] : part) : 0.0F;
+        sums.part(at, own.pair) = s == 2 ? part + beta_part[row] : part;
       }
     }
     __syncthreads();  // waits for the parts of dy . y
@@ -431,7 +428,7 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
         for (int e = 0; e < 2; ++e) {
           const float sg = sigmoid(c[row][e]), y = to_float(from_float<S>(c[row][e] * sg));
           const float dy = norm * (dc[row][e] - along * y);
-          dc[row][e] = at < chunk.rows ? dy * sg * (1.0F + c[row][e] * (1.0F - sg)) : 0.0F;
+          dc[row][e] = dy * sg * (1.0F + c[row][e] * (1.0F - sg));
           if (row < kTaps - 1) edges[(own.sub * 3 + row) * kWidth + own.d + e] = dc[row][e];
         }
       }
@@ -452,16 +449,16 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
           dc[kSub + row][e] = own.sub + 1 < kSubs ? edges[((own.sub + 1) * 3 + row) * kWidth + own.d + e] : 0.0F;
-      S* du = a.du[s] + chunk.first * in.P + std::int64_t(head) * in.H;
+      float du[kSub][2];
 #pragma unroll
-      for (int row = 0; row < kSub; ++row) {
-        float sum[2] = {0, 0};
+      for (int row = 0; row < kSub; ++row)
 #pragma unroll
-        for (int i = 0; i < kTaps; ++i)
+        for (int e = 0; e < 2; ++e) {
+          du[row][e] = 0;
 #pragma unroll
-          for (int e = 0; e < 2; ++e) sum[e] += window.tap[i][e] * dc[row + kTaps - 1 - i][e];
-        if (kSub * own.sub + row < chunk.rows) store_two(in, du + (kSub * own.sub + row) * in.P, own.d, sum[0], sum[1]);
-      }
+          for (int i = 0; i < kTaps; ++i) du[row][e] += window.tap[i][e] * dc[row + kTaps - 1 - i][e];
+        }
+      store_columns(in, a.du[s] + chunk.first * in.P + std::int64_t(head) * in.H, kSub * own.sub, chunk.rows, own.d, du);
       if (own.sub == 0) {
         for (int e = 0; e < 2; ++e) {
           if (own.d + e >= in.H) continue;
@@ -518,32 +515,42 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
         gs[row][e] = later[e];
       }
     const Gate<S> gate(in, head, own.d);
-    S* df = a.df + chunk.first * in.P + std::int64_t(head) * in.H;
+    const std::int64_t rows_at = chunk.first * in.P + std::int64_t(head) * in.H;
+    Pack<S, 2> f[kSub];
+    load_columns(in, in.f + rows_at, kSub * own.sub, 0, chunk.rows, own.d, f);
 #pragma unroll
     for (int row = 0; row < kSub; ++row) {
-      const int at = kSub * own.sub + row;
-      const float2 xs = get<float, kWidth>(dx_rows, at, own.d);
-      float dz_[2] = {0, 0};
-      if (at < chunk.rows) {
-        const Pack<S, 2> fs = load_two(in, f - own.d + at * in.P, own.d);
+      const float2 xs = get<float, kWidth>(dx_rows, kSub * own.sub + row, own.d);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        gs[row][e] = kSub * own.sub + row < chunk.rows && own.d + e < in.H ? gs[row][e] + earlier[e] : 0.0F;
+        earlier[e] += e == 0 ? xs.x : xs.y;
+      }
+    }
+    if (in.lower_bounded) {
+#pragma unroll
+      for (int row = 0; row < kSub; ++row)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float z = to_float(fs.at[e]) + gate.bias[e], dg_ = gs[row][e] + earlier[e];
-          if (in.lower_bounded) {
-            const float fall = fminf(power_of_2(-kLog2E * gate.rate * z), 1e30F), sg = reciprocal(1.0F + fall);
-            dz_[e] = dg_ * in.lower_bound * gate.rate * sg * (fall * sg);  // fall sg = 1 - sg, also where sg is nearly 1
-            rate_sum += own.d + e < in.H ? dz_[e] * z : 0.0F;
-          } else {
-            dz_[e] = -gate.rate * sigmoid(z) * dg_;
-            rate_sum += own.d + e < in.H ? dg_ * gate.log2_decay(in, to_float(fs.at[e]), e) / kLog2E : 0.0F;
-          }
-          bias_sum[e] += dz_[e];
+          const float z = to_float(f[row].at[e]) + gate.bias[e];
+          const float fall = fminf(power_of_2(-kLog2E * gate.rate * z), 1e30F), sg = reciprocal(1.0F + fall);
+          gs[row][e] *= in.lower_bound * gate.rate * sg * (fall * sg);  // fall sg = 1 - sg, also where sg is nearly 1
+          rate_sum += gs[row][e] * z;
         }
-        store_two(in, df + at * in.P, own.d, dz_[0], dz_[1]);
-      }
-      earlier[0] += xs.x;
-      earlier[1] += xs.y;
+    } else {
+#pragma unroll
+      for (int row = 0; row < kSub; ++row)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float z = to_float(f[row].at[e]) + gate.bias[e];
+          rate_sum += gs[row][e] * gate.unbounded(z) / kLog2E;
+          gs[row][e] *= -gate.rate * sigmoid(z);
+        }
     }
+#pragma unroll
+    for (int row = 0; row < kSub; ++row)
+      for (int e = 0; e < 2; ++e) bias_sum[e] += gs[row][e];
+    store_columns(in, a.df + rows_at, kSub * own.sub, chunk.rows, own.d, gs);
     for (int e = 0; e < 2; ++e) edges[own.sub * kWidth + own.d + e] = bias_sum[e];
   }
   const float rate = block_sum(rate_sum);  // its barriers wait for the sums of dt_bias, too

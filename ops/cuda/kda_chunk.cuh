@@ -33,7 +33,7 @@ KdaInputs<device_t<T>> kda_inputs(const KdaAttention& x) {
   check(x.documents.on_device.present(), "kda_attention: CUDA needs the documents on the device");
   check(x.H() <= 128 && x.q_conv.shape[2] <= kTaps, "kda_attention: CUDA has heads of up to 128 and up to 4 taps",
         {{"H", x.H()}, {"taps", x.q_conv.shape[2]}});
-  check(x.slots() <= 0x7fffffff && x.N() <= 65535 && x.documents.count() <= 65535, "kda_attention: more heads or documents than a grid has");
+  check(x.P() < (1 << 24) && x.slots() <= 0x7fffffff && x.N() <= 65535 && x.documents.count() <= 65535, "kda_attention: more heads or documents than a grid has");
   return {.u = {device_pointer<T>(x.q_in), device_pointer<T>(x.k_in), device_pointer<T>(x.v_in)},
           .f = device_pointer<T>(x.f),
           .b = device_pointer<T>(x.b),
@@ -88,22 +88,41 @@ struct Own {
   __device__ Own() : pair(int(threadIdx.x) % (kWidth / 2)), sub(int(threadIdx.x) / (kWidth / 2)), d(2 * pair), active(sub < kSubs) {}
 };
 
-template <class S>
-__device__ __forceinline__ Pack<S, 2> load_two(const KdaInputs<S>& in, const S* row, int d) {
-  if (in.pairs && d < in.H) return load<2>(row + d);
-  Pack<S, 2> two;
-  two.at[0] = d < in.H ? row[d] : from_float<S>(0);
-  two.at[1] = d + 1 < in.H ? row[d + 1] : from_float<S>(0);
-  return two;
+// Two channels d, d + 1 of kCount rows from `first` on, of rows counted from the chunk's first; zero outside [low, high).
+template <int kCount, class S>
+__device__ __forceinline__ void load_columns(const KdaInputs<S>& in, const S* rows, int first, int low, int high, int d,
+                                             Pack<S, 2> (&to)[kCount]) {
+  const int P = int(in.P);  // rows of a chunk: offsets of 32 bits
+  if (in.pairs && first >= low && first + kCount <= high && d < in.H) {
+    const S* from = rows + first * P + d;
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) to[r] = load<2>(from + r * P);
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < kCount; ++r) {
+    const bool inside = first + r >= low && first + r < high;
+    const S* from = rows + (inside ? first + r : 0) * P;
+    const S zero = from_float<S>(0);
+    to[r].at[0] = inside && d < in.H ? from[d] : zero;
+    to[r].at[1] = inside && d + 1 < in.H ? from[d + 1] : zero;
+  }
 }
-template <class S>
-__device__ __forceinline__ void store_two(const KdaInputs<S>& in, S* row, int d, float a, float b) {
-  Pack<S, 2> two;
-  two.at[0] = from_float<S>(a);
-  two.at[1] = from_float<S>(b);
-  if (in.pairs && d < in.H) return store<2>(row + d, two);
-  if (d < in.H) row[d] = two.at[0];
-  if (d + 1 < in.H) row[d + 1] = two.at[1];
+template <int kCount, class S>
+__device__ __forceinline__ void store_columns(const KdaInputs<S>& in, S* rows, int first, int high, int d,
+                                              const float (&from)[kCount][2]) {
+  const int P = int(in.P);
+  S* to = rows + first * P + d;
+  if (in.pairs && first + kCount <= high && d < in.H) {
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) store<2>(to + r * P, two_of<S>(from[r][0], from[r][1]));
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < kCount; ++r) {
+    if (first + r < high && d < in.H) to[r * P] = from_float<S>(from[r][0]);
+    if (first + r < high && d + 1 < in.H) to[r * P + 1] = from_float<S>(from[r][1]);
+  }
 }
 
 // The inputs of stream s under a thread's 16 rows, three rows of history first; and the taps, padded to four.
@@ -112,16 +131,8 @@ struct Window {
   Pack<S, 2> u[kSub + kTaps - 1];
   float tap[kTaps][2];
   __device__ __forceinline__ void load_rows(const KdaInputs<S>& in, int s, const Chunk& chunk, int head, int sub, int d) {
-    const S* rows = in.u[s] + chunk.first * in.P + std::int64_t(head) * in.H;
-#pragma unroll
-    for (int r = 0; r < kSub + kTaps - 1; ++r) {
-      const int row = kSub * sub + r - (kTaps - 1);
-      if (row < chunk.rows && (row >= 0 || !chunk.opens)) {
-        u[r] = load_two(in, rows + row * in.P, d);
-      } else {
-        u[r].at[0] = u[r].at[1] = from_float<S>(0);
-      }
-    }
+    load_columns(in, in.u[s] + chunk.first * in.P + std::int64_t(head) * in.H, kSub * sub - (kTaps - 1), chunk.opens ? 0 : 1 - kTaps,
+                 chunk.rows, d, u);
     const float* w = in.conv[s] + (std::int64_t(head) * in.H + d) * in.taps;
 #pragma unroll
     for (int i = 0; i < kTaps; ++i)
@@ -145,10 +156,25 @@ struct Gate {
   __device__ __forceinline__ Gate(const KdaInputs<S>& in, int head, int d) : rate(power_of_2(kLog2E * in.a_log[head])) {
     for (int e = 0; e < 2; ++e) bias[e] = d + e < in.H ? in.dt_bias[std::int64_t(head) * in.H + d + e] : 0;
   }
-  __device__ __forceinline__ float log2_decay(const KdaInputs<S>& in, float f, int e) const {
-    const float z = f + bias[e];
-    if (in.lower_bounded) return kLog2E * in.lower_bound * sigmoid(rate * z);
+  __device__ __forceinline__ float unbounded(float z) const {
     return -kLog2E * rate * (fmaxf(z, 0.0F) + log1pf(__expf(-fabsf(z))));
+  }
+  // Log decays (base 2) of a thread's rows; zero beyond the chunk's rows and the head's channels.
+  __device__ __forceinline__ void load(const KdaInputs<S>& in, const Chunk& chunk, int head, int sub, int d, float (&g)[kSub][2]) const {
+    Pack<S, 2> f[kSub];
+    load_columns(in, in.f + chunk.first * in.P + std::int64_t(head) * in.H, kSub * sub, 0, chunk.rows, d, f);
+    if (in.lower_bounded) {
+#pragma unroll
+      for (int r = 0; r < kSub; ++r)
+        for (int e = 0; e < 2; ++e) g[r][e] = kLog2E * in.lower_bound * sigmoid(rate * (to_float(f[r].at[e]) + bias[e]));
+    } else {
+#pragma unroll
+      for (int r = 0; r < kSub; ++r)
+        for (int e = 0; e < 2; ++e) g[r][e] = unbounded(to_float(f[r].at[e]) + bias[e]);
+    }
+#pragma unroll
+    for (int r = 0; r < kSub; ++r)
+      for (int e = 0; e < 2; ++e) g[r][e] = kSub * sub + r < chunk.rows && d + e < in.H ? g[r][e] : 0.0F;
   }
 };
 
@@ -182,7 +208,7 @@ struct Operands {
   S *aq, *ak, *kd, *ku;
   float* decay;  // (4, kWidth): exp of the whole of each sub-chunk
   float* beta;   // (64)
-  float* norm;   // (2, 64): 1 / |q|, 1 / |k|
+  float* norm;   // (2, 64): 1 / |q|, 1 / |k|; zero, as beta, beyond the last row, which masks all else there
   static constexpr int kTile = kRows * kWidth, kElements = 3 * kTile + kKuRows * kWidth;
   static constexpr int kFloats = kSubs * kWidth + 3 * kRows;
   __device__ Operands(S* tiles, float* floats)
@@ -228,39 +254,28 @@ struct Operands {
 #pragma unroll
         for (int r = 0; r < kSub; ++r) {
           const int row = kSub * own.sub + r;
-          float sum = 0;
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float c = window.convolved(r, e);
-            to[r].at[e] = from_float<S>(row < chunk.rows ? c * sigmoid(c) : 0.0F);
-            sum += to_float(to[r].at[e]) * to_float(to[r].at[e]);
-          }
-          squares.part(row, own.pair) = sum;
+          const float c[2] = {window.convolved(r, 0), window.convolved(r, 1)};
+          to[r] = two_of<S>(c[0] * sigmoid(c[0]), c[1] * sigmoid(c[1]));
+          const float y[2] = {to_float(to[r].at[0]), to_float(to[r].at[1])};
+          squares.part(row, own.pair) = y[0] * y[0] + y[1] * y[1];
         }
       };
       convolve(0, q, squares_q);
       convolve(1, k, squares_k);
       const Gate<S> gate(in, head, own.d);
-      const S* f = in.f + chunk.first * in.P + std::int64_t(head) * in.H;
+      gate.load(in, chunk, head, own.sub, own.d, g);
       float whole[2] = {0, 0};
 #pragma unroll
-      for (int r = 0; r < kSub; ++r) {
-        const int row = kSub * own.sub + r;
-        const bool valid = row < chunk.rows;
-        const Pack<S, 2> fs = valid ? load_two(in, f + row * in.P, own.d) : Pack<S, 2>{};
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          g[r][e] = valid && own.d + e < in.H ? gate.log2_decay(in, to_float(fs.at[e]), e) : 0.0F;
-          whole[e] += g[r][e];
-        }
-      }
+      for (int r = 0; r < kSub; ++r)
+        for (int e = 0; e < 2; ++e) whole[e] += g[r][e];
       for (int e = 0; e < 2; ++e) decay[own.sub * kWidth + own.d + e] = power_of_2(whole[e]);
     }
     __syncthreads();  // waits for the squares, the decays and beta
     const float qq = squares_q.sum(), kk = squares_k.sum();
     if (threadIdx.x % 4 == 0) {
-      norm[threadIdx.x / 4] = 1.0F / sqrtf(qq + in.l2_eps);
-      norm[kRows + threadIdx.x / 4] = 1.0F / sqrtf(kk + in.l2_eps);
+      const bool valid = int(threadIdx.x) / 4 < chunk.rows;
+      norm[threadIdx.x / 4] = valid ? 1.0F / sqrtf(qq + in.l2_eps) : 0.0F;
+      norm[kRows + threadIdx.x / 4] = valid ? 1.0F / sqrtf(kk + in.l2_eps) : 0.0F;
     }
     __syncthreads();  // waits for the norms, and for the readers of the squares
     if (!in.factored) {

@@ -26,12 +26,18 @@ __device__ __forceinline__ int place(int row, int column) {
   return row * kWidth + ((column / kPiece) ^ swap) * kPiece + column % kPiece;
 }
 
+template <class S>
+__device__ __forceinline__ Pack<S, 2> two_of(float a, float b) {
+  if constexpr (sizeof(S) == 2) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);  // one instruction for both
+    return *reinterpret_cast<const Pack<S, 2>*>(&pair);
+  } else {
+    return {{a, b}};
+  }
+}
 template <class S, int kWidth>
 __device__ __forceinline__ void put(S* tile, int row, int column, float a, float b) {  // column even
-  Pack<S, 2> pair;
-  pair.at[0] = from_float<S>(a);
-  pair.at[1] = from_float<S>(b);
-  store<2>(tile + place<S, kWidth>(row, column), pair);
+  store<2>(tile + place<S, kWidth>(row, column), two_of<S>(a, b));
 }
 template <class S, int kWidth>
 __device__ __forceinline__ float2 get(const S* tile, int row, int column) {
@@ -45,16 +51,22 @@ using Block = float[4];
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 
+// Element `at` of a tile of bf16; its address in shared memory is taken once a tile.
+struct SharedTile {
+  unsigned address;
+  __device__ __forceinline__ explicit SharedTile(const __nv_bfloat16* tile) : address(shared_address(tile)) {}
+  __device__ __forceinline__ unsigned at(int element) const { return address + 2U * unsigned(element); }
+};
 template <bool kTransposed>
-__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const __nv_bfloat16* p) {
+__device__ __forceinline__ void load_matrices(unsigned (&r)[4], unsigned address) {
   if constexpr (kTransposed)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(p)));
+                 : "r"(address));
   else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(p)));
+                 : "r"(address));
 }
 __device__ __forceinline__ void multiply(Block& c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -81,7 +93,7 @@ struct Fragment<__nv_bfloat16> {
   template <int kWidth>
   __device__ __forceinline__ void load(const __nv_bfloat16* tile, int row, int column) {
     const int lane = int(threadIdx.x) % kWarp;
-    load_matrices<false>(r, tile + place<__nv_bfloat16, kWidth>(row + lane % 16, column + lane / 16 * 8));
+    load_matrices<false>(r, SharedTile(tile).at(place<__nv_bfloat16, kWidth>(row + lane % 16, column + lane / 16 * 8)));
   }
 };
 template <>
@@ -120,13 +132,14 @@ __device__ __forceinline__ void product(Block (&c)[kBlocks], const S* left, int 
   if constexpr (sizeof(S) == 2) {
     const int al = kL ? lane % 8 + lane / 16 * 8 : lane % 16, ac = kL ? lane / 8 % 2 * 8 : lane / 16 * 8;
     const int br = kR ? lane % 8 + lane / 16 * 8 : lane % 16, bc = kR ? lane / 8 % 2 * 8 : lane / 16 * 8;
+    const SharedTile lefts(left), rights(right);
 #pragma unroll
     for (int k = 0; k < steps; ++k) {
       unsigned a[4], b[4];
-      load_matrices<kL>(a, left + place<S, kLeftWidth>(lr + (kL ? 16 * k : 0) + al, lc + (kL ? 0 : 16 * k) + ac));
+      load_matrices<kL>(a, lefts.at(place<S, kLeftWidth>(lr + (kL ? 16 * k : 0) + al, lc + (kL ? 0 : 16 * k) + ac)));
 #pragma unroll
       for (int n = 0; n < kBlocks; n += 2) {
-        load_matrices<!kR>(b, right + place<S, kRightWidth>(rr + (kR ? 8 * n : 16 * k) + br, rc + (kR ? 16 * k : 8 * n) + bc));
+        load_matrices<!kR>(b, rights.at(place<S, kRightWidth>(rr + (kR ? 8 * n : 16 * k) + br, rc + (kR ? 16 * k : 8 * n) + bc)));
         multiply(c[n], a, b[0], b[1]);
         multiply(c[n + 1], a, b[2], b[3]);
       }
@@ -156,13 +169,14 @@ __device__ __forceinline__ void product_of_rows(Block (&c)[kParts][2], const S* 
     constexpr bool kL = kLeft == Lies::transposed;
     const int lane = int(threadIdx.x) % kWarp;
     const int al = kL ? lane % 8 + lane / 16 * 8 : lane % 16, ac = kL ? lane / 8 % 2 * 8 : lane / 16 * 8;
+    const SharedTile lefts(left), rights(right);
 #pragma unroll
     for (int k = 0; k < steps; ++k) {
       unsigned a[4], b[4];
-      load_matrices<true>(b, right + place<S, kRightWidth>(16 * k + lane % 16, rc + lane / 16 * 8));
+      load_matrices<true>(b, rights.at(place<S, kRightWidth>(16 * k + lane % 16, rc + lane / 16 * 8)));
 #pragma unroll
       for (int m = 0; m < kParts; ++m) {
-        load_matrices<kL>(a, left + place<S, kLeftWidth>((kL ? 16 * k : 16 * m) + al, (kL ? 16 * m : 16 * k) + ac));
+        load_matrices<kL>(a, lefts.at(place<S, kLeftWidth>((kL ? 16 * k : 16 * m) + al, (kL ? 16 * m : 16 * k) + ac)));
         multiply(c[m][0], a, b[0], b[1]);
         multiply(c[m][1], a, b[2], b[3]);
       }
@@ -182,10 +196,11 @@ __device__ __forceinline__ void product_of_left(Block (&c)[kAll], const Fragment
   constexpr bool kR = kRight == Lies::transposed;
   if constexpr (sizeof(S) == 2) {
     const int br = kR ? lane % 8 + lane / 16 * 8 : lane % 16, bc = kR ? lane / 8 % 2 * 8 : lane / 16 * 8;
+    const SharedTile rights(right);
 #pragma unroll
     for (int n = 0; n < kBlocks; n += 2) {
       unsigned b[4];
-      load_matrices<!kR>(b, right + place<S, kRightWidth>(rr + (kR ? 8 * n : 0) + br, rc + (kR ? 0 : 8 * n) + bc));
+      load_matrices<!kR>(b, rights.at(place<S, kRightWidth>(rr + (kR ? 8 * n : 0) + br, rc + (kR ? 0 : 8 * n) + bc)));
       multiply(c[kFirst + n], left.r, b[0], b[1]);
       multiply(c[kFirst + n + 1], left.r, b[2], b[3]);
     }
@@ -212,7 +227,7 @@ __device__ __forceinline__ void product_of_right(Block (&c)[2], const S* left, i
   const int lane = int(threadIdx.x) % kWarp;
   if constexpr (sizeof(S) == 2) {
     unsigned a[4];
-    load_matrices<false>(a, left + place<S, kLeftWidth>(lr + lane % 16, lc + lane / 16 * 8));
+    load_matrices<false>(a, SharedTile(left).at(place<S, kLeftWidth>(lr + lane % 16, lc + lane / 16 * 8)));
     multiply(c[0], a, right.r[0], right.r[2]);
     multiply(c[1], a, right.r[1], right.r[3]);
   } else {
