@@ -73,12 +73,13 @@ __global__ void scores_kernel(const T* __restrict__ q, const T* __restrict__ k, 
 constexpr int kSelectThreads = 512, kDigit = 11, kBins = 1 << kDigit;
 constexpr int kSegment = 4 * kWarp;  // keys that a warp sorts in registers
 
-// A score and its place as one number that sorts as the contract says: larger is better.
-__device__ std::uint64_t rank_of(float score, std::int64_t place, int place_bits) {
+// A score as a number that sorts as the contract says: larger is better, a NaN last, -0 as 0. With its place below, no two are
+// equal.
+__device__ std::uint32_t key_of(float score) {
   if (isnan(score)) score = -INFINITY;
-  if (score == 0) score = 0;  // -0 equals 0
+  if (score == 0) score = 0;
   const std::uint32_t bits = __float_as_uint(score);
-  return std::uint64_t(bits & 0x80000000U ? ~bits : bits | 0x80000000U) << place_bits | std::uint64_t(place);
+  return bits & 0x80000000U ? ~bits : bits | 0x80000000U;
 }
 
 // Sorts `size` (a power of two, at least kSegment) ranks from the largest down. All threads of the block; bitonic: strides below
@@ -131,74 +132,81 @@ __device__ void sort_ranks(std::uint64_t* ranks, std::int64_t size) {
 }
 
 constexpr std::int64_t kMostHeld = 16384;  // scores of a row that a block holds; of longer rows they are read again and again
+constexpr int kMostInBin = 32;             // ranks of a bin that are put in order one by one
 
-// grid (rows), block (kSelectThreads), shared 8 * size bytes where spill is null, and 4 * longest up to kMostHeld: indices (K) of
-// row begin + blockIdx.x from its scores (longest). size: a power of two from kSegment on that holds min(K, longest); spill (rows,
-// size).
-__global__ void __launch_bounds__(kSelectThreads)
+// grid (rows), block (kSelectThreads), shared 8 * size bytes where spill is null, and with kHeld 4 * longest: indices (K) of row
+// begin
+// + blockIdx.x from its scores (longest). size: a power of two from kSegment on that holds min(K, longest); spill (rows, size).
+template <bool kHeld>
+__global__ void __launch_bounds__(kSelectThreads, 3)
     select_kernel(const float* __restrict__ scores, DocumentList documents, std::int32_t* __restrict__ indices,
                   std::uint64_t* __restrict__ spill, std::int64_t begin, std::int64_t longest, std::int64_t K, std::int64_t size) {
   extern __shared__ std::uint64_t in_shared[];
   __shared__ std::int32_t bins[kBins], of_warp[kSelectThreads / kWarp];
   __shared__ std::uint32_t lowest, highest, found, above, filled;
-  const std::int64_t t = begin + blockIdx.x, first = documents.first_of(t), n = t - first + 1, taken = min(K, n);
-  const unsigned int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int place_bits = 64 - __clzll(n);  // n < 2^31
+  constexpr int kEach = kBins / kSelectThreads;
+  const std::int64_t t = begin + blockIdx.x, first = documents.first_of(t);
+  const int n = int(t - first + 1), taken = int(min(K, std::int64_t(n))), thread = int(threadIdx.x), place_bits = 32 - __clz(n);
+  const int lane = thread % kWarp, warp = thread / kWarp, highest_bin = kBins - 1 - thread * kEach;  // a thread's, going down
+  const std::uint64_t places = (std::uint64_t(1) << place_bits) - 1;
   std::uint64_t* const ranks = spill ? spill + blockIdx.x * size : in_shared;
-  const float* row = scores + blockIdx.x * longest;
-  if (longest <= kMostHeld) {
-    auto* const held = reinterpret_cast<float*>(in_shared + (spill ? 0 : size));
-    for (std::int64_t s = threadIdx.x; s < n; s += kSelectThreads) held[s] = row[s];  // read by the same thread at first
-    row = held;
-  }
-  std::int64_t sorted = kSegment;  // ranks: the power of two that holds `taken`
-  while (sorted < taken) sorted *= 2;
+  const float* const row = scores + blockIdx.x * longest;
+  auto* const keys = reinterpret_cast<std::uint32_t*>(in_shared + (spill ? 0 : size));
+  if (kHeld)
+    for (int s = thread; s < n; s += kSelectThreads) keys[s] = key_of(row[s]);  // until the first barrier each thread reads its own
+  const auto key_at = [&](int s) { return kHeld ? keys[s] : key_of(row[s]); };
+  const auto rank_at = [&](int s) { return std::uint64_t(key_at(s)) << place_bits | std::uint64_t(s); };
+  // The least and the greatest key over the block, to `lowest` and `highest`.
+  const auto extremes = [&](std::uint32_t low, std::uint32_t high) {
+    low = __reduce_min_sync(0xffffffffU, low), high = __reduce_max_sync(0xffffffffU, high);
+    if (lane == 0) atomicMin(&lowest, low), atomicMax(&highest, high);
+  };
+  // How many are in the bins of the threads before.
+  const auto in_bins_before = [&](std::int32_t mine) {
+    std::int32_t before = mine;
+    for (int step = 1; step < kWarp; step *= 2) {
+      const std::int32_t other = __shfl_up_sync(0xffffffffU, before, step);
+      if (lane >= step) before += other;
+    }
+    if (lane == kWarp - 1) of_warp[warp] = before;
+    before -= mine;
+    __syncthreads();  // waits for the sums of all warps
+    for (int w = 0; w < warp; ++w) before += of_warp[w];
+    return before;
+  };
+  // How many bits from the lowest on tell ranks of keys in [lowest, highest] apart.
+  const auto bits_apart = [&] {
+    return 64 - __clzll(std::int64_t(std::uint64_t(lowest) << place_bits ^ (std::uint64_t(highest) << place_bits | places)));
+  };
+  if (thread == 0) lowest = 0xffffffffU, highest = 0, filled = 0;
+  __syncthreads();  // waits for the starting values
 
   int shift = 0;
   std::uint64_t least = 0;  // ranks >> shift that are at least this are taken
   if (n > K) {
-    if (threadIdx.x == 0) lowest = 0xffffffffU, highest = 0;
-    __syncthreads();  // waits for the starting values
     std::uint32_t low = 0xffffffffU, high = 0;
-    for (std::int64_t s = threadIdx.x; s < n; s += kSelectThreads) {
-      const auto key = std::uint32_t(rank_of(row[s], 0, 0));
-      low = min(low, key), high = max(high, key);
-    }
-    low = __reduce_min_sync(0xffffffffU, low), high = __reduce_max_sync(0xffffffffU, high);
-    if (lane == 0) atomicMin(&lowest, low), atomicMax(&highest, high);
+    for (int s = thread; s < n; s += kSelectThreads) low = min(low, key_at(s)), high = max(high, key_at(s));
+    extremes(low, high);
     __syncthreads();  // waits for the extremes
     // all ranks agree in the bits from `top` up; the next digit down is looked at, until a bin is taken whole
-    const std::uint64_t smallest = std::uint64_t(lowest) << place_bits,
-                        largest = std::uint64_t(highest) << place_bits | ((std::uint64_t(1) << place_bits) - 1);
-    int top = 64 - __clzll(std::int64_t(smallest ^ largest));
-    least = top < 64 ? largest >> top : 0;
+    int top = bits_apart();
+    least = (std::uint64_t(highest) << place_bits) >> top;
     std::int32_t need = std::int32_t(K);
     for (;;) {
       shift = max(top - kDigit, 0);
       const auto mask = std::uint32_t((1U << (top - shift)) - 1);
-      for (int b = threadIdx.x; b < kBins; b += kSelectThreads) bins[b] = 0;
+      for (int b = thread; b < kBins; b += kSelectThreads) bins[b] = 0;
       __syncthreads();  // waits for empty bins
-      for (std::int64_t s = threadIdx.x; s < n; s += kSelectThreads) {
-        const std::uint64_t rank = rank_of(row[s], s, place_bits);
+      for (int s = thread; s < n; s += kSelectThreads) {
+        const std::uint64_t rank = rank_at(s);
         if (rank >> top == least) atomicAdd(&bins[std::uint32_t(rank >> shift) & mask], 1);
       }
       __syncthreads();  // waits for full bins
-      // a thread takes 4 bins, the highest first; who holds the need-th rank says so
-      constexpr int kEach = kBins / kSelectThreads;
-      const int from = kBins - 1 - int(threadIdx.x) * kEach;
       std::int32_t mine = 0;
-      for (int b = 0; b < kEach; ++b) mine += bins[from - b];
-      std::int32_t before = mine;
-      for (int step = 1; step < kWarp; step *= 2) {
-        const std::int32_t other = __shfl_up_sync(0xffffffffU, before, step);
-        if (lane >= unsigned(step)) before += other;
-      }
-      if (lane == kWarp - 1) of_warp[warp] = before;
-      before -= mine;
-      __syncthreads();  // waits for the sums of all warps
-      for (unsigned int w = 0; w < warp; ++w) before += of_warp[w];
-      if (before < need && need <= before + mine) {
-        int b = from;
+      for (int b = 0; b < kEach; ++b) mine += bins[highest_bin - b];
+      std::int32_t before = in_bins_before(mine);
+      if (before < need && need <= before + mine) {  // who holds the need-th rank says so
+        int b = highest_bin;
         while (before + bins[b] < need) before += bins[b--];
         found = std::uint32_t(b), above = std::uint32_t(before);
       }
@@ -210,23 +218,64 @@ __global__ void __launch_bounds__(kSelectThreads)
       if (whole) break;  // at shift 0 at the latest: ranks differ from one another
       top = shift;
     }
+    if (thread == 0) lowest = 0xffffffffU, highest = 0;
+    __syncthreads();  // waits for the starting values
   }
-  if (threadIdx.x == 0) filled = 0;
-  for (std::int64_t i = taken + threadIdx.x; i < sorted; i += kSelectThreads) ranks[i] = 0;  // below every rank
-  __syncthreads();                                                                           // waits for the counter
-  for (std::int64_t s = threadIdx.x; s < (n + kSelectThreads - 1) / kSelectThreads * kSelectThreads; s += kSelectThreads) {
-    const std::uint64_t rank = s < n ? rank_of(row[s], s, place_bits) : 0;
+
+  std::uint32_t low = 0xffffffffU, high = 0;  // of those taken
+  for (int s = thread; s - thread < n; s += kSelectThreads) {
+    const std::uint64_t rank = s < n ? rank_at(s) : 0;
     const bool in = s < n && rank >> shift >= least;
     const unsigned int votes = __ballot_sync(0xffffffffU, in);
     std::uint32_t at = 0;
     if (lane == 0 && votes) at = atomicAdd(&filled, __popc(votes));  // any order: what follows sorts
     at = __shfl_sync(0xffffffffU, at, 0) + __popc(votes & ((1U << lane) - 1));
-    if (in) ranks[at] = rank;
+    if (!in) continue;
+    ranks[at] = rank;
+    low = min(low, std::uint32_t(rank >> place_bits)), high = max(high, std::uint32_t(rank >> place_bits));
   }
-  __syncthreads();  // waits for the ranks
-  sort_ranks(ranks, sorted);
-  for (std::int64_t i = threadIdx.x; i < K; i += kSelectThreads)
-    indices[t * K + i] = i < taken ? std::int32_t(first + std::int64_t(ranks[i] & ((std::uint64_t(1) << place_bits) - 1))) : -1;
+  extremes(low, high);
+  for (int b = thread; b < kBins; b += kSelectThreads) bins[b] = 0;
+  __syncthreads();  // waits for the ranks, their extremes and empty bins
+
+  // In order: by their highest bits into bins, and within a bin one by one; where too many share a bin, or there is no room for a
+  // second copy, by comparing.
+  const int sort_shift = max(bits_apart() - kDigit, 0);
+  const auto bin_of = [&](std::uint64_t rank) { return std::uint32_t(rank >> sort_shift) & std::uint32_t(kBins - 1); };
+  bool by_bins = kHeld && !spill && 2 * std::int64_t(taken) <= longest;
+  if (by_bins) {
+    for (int i = thread; i < taken; i += kSelectThreads) atomicAdd(&bins[bin_of(ranks[i])], 1);
+    __syncthreads();  // waits for full bins
+    std::int32_t mine = 0, most = 0;
+    for (int b = 0; b < kEach; ++b) mine += bins[highest_bin - b], most = max(most, bins[highest_bin - b]);
+    std::int32_t before = in_bins_before(mine);
+    for (int b = 0; b < kEach; ++b) {  // where each bin begins
+      const std::int32_t count = bins[highest_bin - b];
+      bins[highest_bin - b] = before;
+      before += count;
+    }
+    by_bins = !__syncthreads_or(most > kMostInBin);  // and waits for the beginnings
+  }
+  if (by_bins) {
+    auto* const binned = reinterpret_cast<std::uint64_t*>(keys);  // the keys are not read again
+    for (int i = thread; i < taken; i += kSelectThreads) binned[atomicAdd(&bins[bin_of(ranks[i])], 1)] = ranks[i];
+    __syncthreads();  // waits for the ranks in their bins, which now hold where they end
+    for (int i = thread; i < taken; i += kSelectThreads) {
+      const std::uint64_t rank = binned[i];
+      const int b = int(bin_of(rank)), end = bins[b];
+      int at = b == kBins - 1 ? 0 : bins[b + 1];
+      for (int j = at, before = at; j < end; ++j) at = before += binned[j] > rank;
+      indices[t * K + at] = std::int32_t(first + std::int64_t(rank & places));
+    }
+  } else {
+    int sorted = kSegment;  // ranks: the power of two that holds those taken
+    while (sorted < taken) sorted *= 2;
+    for (int i = taken + thread; i < sorted; i += kSelectThreads) ranks[i] = 0;  // below every rank
+    __syncthreads();                                                             // waits for these
+    sort_ranks(ranks, sorted);
+    for (int i = thread; i < taken; i += kSelectThreads) indices[t * K + i] = std::int32_t(first + std::int64_t(ranks[i] & places));
+  }
+  for (std::int64_t i = taken + thread; i < K; i += kSelectThreads) indices[t * K + i] = -1;
 }
 
 void check_aligned(std::initializer_list<ConstTensor> tensors) {  // what views by rows keep
@@ -252,8 +301,9 @@ void select(Context& ctx, const IndexerSelect& a) {
       launch(ctx, scores_kernel<device_t<Storage>>, {dim3(blocks(rows, 1), blocks(longest, kKeys)), dim3(kScoreThreads)},
              device_pointer<Storage>(a.q), device_pointer<Storage>(a.k), a.weights.as<float>(), documents, scores, begin, longest,
              J, H);
-    launch(ctx, select_kernel, {blocks(rows, 1), dim3(kSelectThreads), shared}, scores, documents, a.indices.as<std::int32_t>(),
-           static_cast<std::uint64_t*>(scratch.spill.data), begin, longest, K, size);
+    launch(ctx, longest <= kMostHeld ? select_kernel<true> : select_kernel<false>, {blocks(rows, 1), dim3(kSelectThreads), shared},
+           scores, documents, a.indices.as<std::int32_t>(), static_cast<std::uint64_t*>(scratch.spill.data), begin, longest, K,
+           size);
   }
 }
 
