@@ -213,7 +213,7 @@ __global__ void kda_attention_backward_edges_kernel(const KdaInputs<S> in, const
     float sum = to_float(du[p]);
     for (int i = 0; i < in.taps; ++i) {  // tap i of row r reads row r - (taps - 1) + i
       const int from = row + in.taps - 1 - i - kRows;
-      if (from >= 0) sum += in.conv[s][p * in.taps + i] * next[from * in.P + p];
+      if (from >= 0) sum += in.taps_of(s)[p * in.taps + i] * next[from * in.P + p];
     }
     du[p] = from_float<S>(sum);
   }

@@ -397,7 +397,7 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
 #pragma unroll 1
   for (int s = 0; s < 3; ++s) {
     Window<S> window;
-    float c[kSub][2], dc[kSub + kTaps - 1][2];
+    float c[kSub][2], sg[kSub][2], dc[kSub + kTaps - 1][2];
     if (own.active) {
       window.load_rows(in, s, chunk, head, own.sub, own.d);
 #pragma unroll
@@ -410,7 +410,8 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           c[row][e] = window.convolved(row, e);
-          part += dc[row][e] * to_float(from_float<S>(c[row][e] * sigmoid(c[row][e])));
+          sg[row][e] = sigmoid(c[row][e]);
+          part += dc[row][e] * c[row][e] * sg[row][e];
         }
         sums.part(at, own.pair) = s == 2 ? part + beta_part[row] : part;
       }
@@ -426,9 +427,8 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
         const float norm = s == 2 ? 1.0F : x.norm[kRows * s + at], along = s == 2 ? 0.0F : norm * norm * row_sums[at];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float sg = sigmoid(c[row][e]), y = to_float(from_float<S>(c[row][e] * sg));
-          const float dy = norm * (dc[row][e] - along * y);
-          dc[row][e] = dy * sg * (1.0F + c[row][e] * (1.0F - sg));
+          const float y = c[row][e] * sg[row][e], dy = norm * (dc[row][e] - along * y);
+          dc[row][e] = dy * (sg[row][e] + y * (1.0F - sg[row][e]));
           if (row < kTaps - 1) edges[(own.sub * 3 + row) * kWidth + own.d + e] = dc[row][e];
         }
       }
@@ -458,7 +458,7 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
 #pragma unroll
           for (int i = 0; i < kTaps; ++i) du[row][e] += window.tap[i][e] * dc[row + kTaps - 1 - i][e];
         }
-      store_columns(in, a.du[s] + chunk.first * in.P + std::int64_t(head) * in.H, kSub * own.sub, chunk.rows, own.d, du);
+      store_columns(in, (s == 0 ? a.du[0] : s == 1 ? a.du[1] : a.du[2]) + chunk.first * in.P + std::int64_t(head) * in.H, kSub * own.sub, chunk.rows, own.d, du);
       if (own.sub == 0) {
         for (int e = 0; e < 2; ++e) {
           if (own.d + e >= in.H) continue;

@@ -27,6 +27,9 @@ struct KdaInputs {
   float lower_bound, scale, l2_eps, norm_eps;
   bool lower_bounded, factored;  // factored: diagonal sub-blocks, too
   bool pairs, packs;             // rows may be moved two, four elements at a time
+  // Of a stream known at run time: chosen, since an indexed array of parameters would be copied to local memory.
+  __device__ __forceinline__ const S* input(int s) const { return s == 0 ? u[0] : s == 1 ? u[1] : u[2]; }
+  __device__ __forceinline__ const float* taps_of(int s) const { return s == 0 ? conv[0] : s == 1 ? conv[1] : conv[2]; }
 };
 template <class T>
 KdaInputs<device_t<T>> kda_inputs(const KdaAttention& x) {
@@ -131,9 +134,9 @@ struct Window {
   Pack<S, 2> u[kSub + kTaps - 1];
   float tap[kTaps][2];
   __device__ __forceinline__ void load_rows(const KdaInputs<S>& in, int s, const Chunk& chunk, int head, int sub, int d) {
-    load_columns(in, in.u[s] + chunk.first * in.P + std::int64_t(head) * in.H, kSub * sub - (kTaps - 1), chunk.opens ? 0 : 1 - kTaps,
+    load_columns(in, in.input(s) + chunk.first * in.P + std::int64_t(head) * in.H, kSub * sub - (kTaps - 1), chunk.opens ? 0 : 1 - kTaps,
                  chunk.rows, d, u);
-    const float* w = in.conv[s] + (std::int64_t(head) * in.H + d) * in.taps;
+    const float* w = in.taps_of(s) + (std::int64_t(head) * in.H + d) * in.taps;
 #pragma unroll
     for (int i = 0; i < kTaps; ++i)
       for (int e = 0; e < 2; ++e) {
