@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     wait_for_own_copies();
   } else if (group == 1) {
-    leave_registers<136>();
+    take_registers<136>();
     const int row = 16 * warp + lane / 4;
     float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
     struct Scores {
