@@ -93,6 +93,8 @@ void verify_cross_entropy(const Verification& v) {
         });
   };
   const Bound bound = narrow ? Bound{5e-2, 1e-2} : Bound{1e-3, 1e-4};
+  // The words that are likely have logits of 8 and more, which bf16 knows to within 1/32, and so their probabilities to 3 %.
+  const Bound likely = narrow ? Bound{0.15, 3e-2} : bound;
   run("cross_entropy, rows", labels);
   c.compare("dhidden", dhidden, rows, want.dhidden, bound);
   c.tell();
@@ -113,7 +115,7 @@ void verify_cross_entropy(const Verification& v) {
     for (std::int64_t i = 0; i < n; ++i)
       for (std::int64_t o = 0; o < width; ++o) g.as<double>()[i * width + o] = want.g.as<double>()[i * V + outputs[std::size_t(o)]];
     ops::linear(c.host(), ops::LinearBackward{.dy = g, .x = hidden64, .w = {}, .dx = {}, .dw = dweight64});
-    c.compare(name, dweight, outputs, dweight64, bound);
+    c.compare(name, dweight, outputs, dweight64, &outputs == &others ? likely : bound);
   }
   c.tell();
 }
