@@ -11,8 +11,9 @@ using namespace cuda::attention_tiles;  // NOLINT
 // The columns stream by, 64 at a time.
 constexpr int kColumns = 64, kPanelBytes = kColumns * kBox * 2, kStages = 3;
 constexpr int kKeyBytes = 3 * kPanelBytes, kValueBytes = 2 * kPanelBytes;
-constexpr int kKeyStageBytes = kKeyBytes + 1024;  // with lse and delta of queries, 256 bytes each
-constexpr int kSharedBytes = 1024 + kRowsKeyBytes + kRowsValueBytes + kStages * (kKeyStageBytes + kValueBytes);
+constexpr int kStatisticsBytes = 2 * kColumns * 4,
+              kStageBytes = kKeyBytes + kValueBytes + 1024;  // lse and delta of queries, padded
+constexpr int kSharedBytes = 1024 + kRowsKeyBytes + kRowsValueBytes + kStages * kStageBytes;
 
 // What backward writes: gradients of queries, or those of keys, with dk_extra summed over a group of heads (groups, T, kExtra).
 struct Gradients {
@@ -31,11 +32,10 @@ __global__ void __launch_bounds__(kThreads, 1)
                                     Gradients to, int T, int N, float scale, int heads_a_group, int groups_a_section) {
   constexpr int kSums = kColumns / 2, kSteps = kColumns / 16;
   extern __shared__ unsigned char shared[];
-  __shared__ std::uint64_t row_barriers[2], key_barriers[2 * kStages], value_barriers[2 * kStages];
+  __shared__ std::uint64_t row_barriers[2], column_barriers[2 * kStages];
   unsigned char* const base = aligned(shared);
   Ring<1, kRowsKeyBytes + kRowsValueBytes> rows(shared_address(base), row_barriers);
-  Ring<kStages, kKeyStageBytes> keys(rows.stages + kRowsKeyBytes + kRowsValueBytes, key_barriers);
-  Ring<kStages, kValueBytes> values(keys.stages + kStages * kKeyStageBytes, value_barriers);
+  Ring<kStages, kStageBytes> columns(rows.stages + kRowsKeyBytes + kRowsValueBytes, column_barriers);
 
   const int row_blocks = (T + kRows - 1) / kRows, groups = (N + heads_a_group - 1) / heads_a_group;
   const auto [of_heads, row_block] = place(row_blocks, groups, groups_a_section);
@@ -46,8 +46,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == 0) {
     rows.init();
-    keys.init();
-    values.init();
+    columns.init();
     fence_barrier_init();
   }
   __syncthreads();  // waits for the barriers
@@ -64,17 +63,15 @@ __global__ void __launch_bounds__(kThreads, 1)
         of_rows.bring_key(rows.here() + at * kBox * 2, kRowBoxBytes, n, first + at, rows.full());
         of_rows.bring_value(rows.here() + kRowsKeyBytes + at * kBox * 2, kRowBoxBytes, n, first + at, rows.full());
       }
-      for (int column = begin; column < end; column += kColumns, keys.next(), values.next()) {
-        keys.expect(kKeyBytes + (kRowsAreKeys ? 2 * kColumns * 4 : 0));
-        for (int at = 0; at < kColumns; at += kBox)
-          of_columns.bring_key(keys.here() + at * kBox * 2, kPanelBytes, n, column + at, keys.full());
+      for (int column = begin; column < end; column += kColumns, columns.next()) {
+        columns.expect(kKeyBytes + kValueBytes + (kRowsAreKeys ? kStatisticsBytes : 0));
+        of_columns.bring_key(columns.here(), kPanelBytes, n, column, columns.full());
+        of_columns.bring_value(columns.here() + kKeyBytes, kPanelBytes, n, column, columns.full());
         if (kRowsAreKeys) {
-          copy_bytes(keys.here() + kKeyBytes, lse + n * stride + column, kColumns * 4, keys.full());
-          copy_bytes(keys.here() + kKeyBytes + kColumns * 4, delta + n * stride + column, kColumns * 4, keys.full());
+          const std::uint32_t statistics = columns.here() + kKeyBytes + kValueBytes;
+          copy_bytes(statistics, lse + n * stride + column, kStatisticsBytes / 2, columns.full());
+          copy_bytes(statistics + kStatisticsBytes / 2, delta + n * stride + column, kStatisticsBytes / 2, columns.full());
         }
-        values.expect(kValueBytes);
-        for (int at = 0; at < kColumns; at += kBox)
-          of_columns.bring_value(values.here() + at * kBox * 2, kPanelBytes, n, column + at, values.full());
       }
     }
     return;
@@ -106,19 +103,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     float z[kSums], dz[kSums];
     unsigned weights[kSums / 2], d_weights[kSums / 2];
     rows.await();
-    for (int column = begin; column < end; column += kColumns, keys.next(), values.next()) {
-      const float* const statistics =
-          reinterpret_cast<const float*>(base + (keys.here() - rows.stages) + kKeyBytes) + lane() % 4 * 2;
-      keys.await();
-      start_dots<kKey / 16>(z, my_keys, keys.here(), kPanelBytes);
+    for (int column = begin; column < end; column += kColumns, columns.next()) {
+      const std::uint32_t keys = columns.here(), values = keys + kKeyBytes;
+      const float* const statistics = reinterpret_cast<const float*>(base + (values - rows.stages) + kValueBytes) + lane() % 4 * 2;
+      columns.await();
+      start_dots<kKey / 16>(z, my_keys, keys, kPanelBytes);
       if constexpr (!kRowsAreKeys) {  // keys have no registers left for dz so early
-        values.await();
-        start_dots<kValue / 16>(dz, my_values, values.here(), kPanelBytes);
+        start_dots<kValue / 16>(dz, my_values, values, kPanelBytes);
       }
       wgmma_wait<kRowsAreKeys ? 0 : 1>();  // for z, and for the sums over the columns before
       settle(z);
       settle(d_key);
-      if (column != begin) keys.release_last();
+      if (column != begin) columns.release_last();
 #pragma unroll
       for (int i = 0; i < kSums; ++i)
         z[i] = exp2_fast(z[i] * to_log2 - (kRowsAreKeys ? statistics[i / 4 * 8 + i % 2] : lse_of[i / 2 % 2]));
@@ -137,14 +133,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       if constexpr (kRowsAreKeys) {
         pack(weights, z);
-        values.await();
-        start_dots<kValue / 16>(dz, my_values, values.here(), kPanelBytes);
-        start_sums<kSteps>(d_value, weights, values.here(), kPanelBytes);
+        start_dots<kValue / 16>(dz, my_values, values, kPanelBytes);
+        start_sums<kSteps>(d_value, weights, values, kPanelBytes);
       }
       wgmma_wait<0>();
       settle(dz);
       if constexpr (kRowsAreKeys) settle(d_value);
-      values.release();
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j)
 #pragma unroll
@@ -154,11 +148,11 @@ __global__ void __launch_bounds__(kThreads, 1)
           const float low = kRowsAreKeys ? statistics[c] : delta_of[half], high = kRowsAreKeys ? statistics[c + 1] : delta_of[half];
           d_weights[2 * j + half] = packed(p.x * (dz[i] - low), p.y * (dz[i + 1] - high));
         }
-      start_sums<kSteps>(d_key, d_weights, keys.here(), kPanelBytes);
+      start_sums<kSteps>(d_key, d_weights, keys, kPanelBytes);
     }
     wgmma_wait<0>();
     settle(d_key);
-    keys.release_last();
+    columns.release_last();
     warpgroup_sync(1 + group);  // waits until the group's rows, where gradients are staged now, are read
     const std::int64_t at = mine + 16 * warp();
     if constexpr (kRowsAreKeys) {
