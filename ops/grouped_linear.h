@@ -3,7 +3,7 @@
 // Group g is rows [offsets[g], offsets[g+1]); for each of its rows r
 //   y[r,o]     = sum_i x[r,i] w[g,o,i]
 //   dx[r,i]    = sum_o dy[r,o] w[g,o,i]             or dx += , with add_dx
-//   dw[g,o,i] += sum_r dy[r,o] x[r,i]               adds; a group without rows adds nothing
+//   dw[g,o,i] += sum_r dy[r,o] x[r,i]               adds; a group without rows adds nothing; or dw = , with write_dw
 //
 // Types, precision and repeatability as in ops/linear.h. Nothing may alias.
 #pragma once
@@ -52,15 +52,19 @@ struct GroupedLinearForward {
 };
 
 struct GroupedLinearBackward {
-  ConstTensor dy;                           // (R, O)
-  ConstTensor x;                            // (R, I); absent when dw is
-  ConstTensor w;                            // (e, O, I); absent when dx is
-  Tensor dx;                                // (R, I); absent: not wanted
-  Tensor dw;                                // (e, O, I) real; adds; absent: frozen
-  std::span<const std::int64_t> offsets;    // (e+1)
-  ConstTensor device_offsets = {};          // (e+1) i64, as above
-  bool add_dx = false;                      // dx += instead of dx =
-  static constexpr bool dry_on_cpu = true;  // ops/context.h
+  ConstTensor dy;                            // (R, O)
+  ConstTensor x;                             // (R, I); absent when dw is
+  ConstTensor w;                             // (e, O, I); absent when dx is
+  Tensor dx;                                 // (R, I); absent: not wanted
+  Tensor dw;                                 // (e, O, I) real; adds; absent: frozen
+  std::span<const std::int64_t> offsets;     // (e+1)
+  ConstTensor device_offsets = {};           // (e+1) i64, as above
+  bool add_dx = false;                       // dx += instead of dx =
+  bool write_dw = false;                     // as in ops/linear.h
+  static constexpr bool dry_on_cpu = true;   // ops/context.h
+  void clear_dw(const Context& ctx) const {  // for backends that only add
+    if (write_dw && dw.present() && !ctx.dry()) fill(ctx.device(), dw.data, 0, dw.bytes());
+  }
   void check_shapes() const {
     check(dy.shape.rank() == 2 && is_floating(dy.dtype), "grouped_linear: dy is not a floating (R, O)",
           {{"rank", dy.shape.rank()}, {"dtype", std::int64_t(dy.dtype)}});
@@ -107,7 +111,7 @@ inline void grouped_linear(Context& ctx, const GroupedLinearForward& a) {
 }
 inline void grouped_linear(Context& ctx, const GroupedLinearBackward& a) {
   dispatch(
-      ctx, "grouped_linear backward", a, [&] { cpu::grouped_linear(ctx, a); },
+      ctx, "grouped_linear backward", a, [&] { a.clear_dw(ctx), cpu::grouped_linear(ctx, a); },
       [&] {
         if constexpr (kHasCuda) cuda::grouped_linear(ctx, a);
       });

@@ -2,7 +2,7 @@
 //
 //   y[t,o]   = sum_i x[t,i] w[o,i]                  or y += , with add
 //   dx[t,i]  = sum_o dy[t,o] w[o,i]                 or dx += , with add_dx
-//   dw[o,i] += sum_t dy[t,o] x[t,i]                 adds: weights gather over micro-batches
+//   dw[o,i] += sum_t dy[t,o] x[t,i]                 adds: weights gather over micro-batches; or dw = , with write_dw
 //
 // Each operand may have its own floating type (activations bf16, router weights and logits f32); only f64 does not mix. Sums in f32
 // (f64 for f64), rounded once into a bf16 result. Nothing may alias. Repeatable for one number of threads. CUDA: no f64.
@@ -60,6 +60,7 @@ struct LinearBackward {
   Tensor dx;                                // (T, I); absent: not wanted
   Tensor dw;                                // (O, I) real; adds; absent: frozen
   bool add_dx = false;                      // dx += instead of dx =
+  bool write_dw = false;                    // dw = instead of dw +=: what it held does not matter, as in a first micro-batch
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void take_scratch(Context& ctx) const {
     if (ctx.plans_for != Device::cuda) return;
@@ -67,6 +68,9 @@ struct LinearBackward {
       Scope one_after_the_other(ctx.scratch);
       if (c.present()) SplitProduct(ctx, dy, b, c);
     }
+  }
+  void clear_dw(const Context& ctx) const {  // for backends that only add
+    if (write_dw && dw.present() && !ctx.dry()) fill(ctx.device(), dw.data, 0, dw.bytes());
   }
   void check_shapes() const {
     check(dy.shape.rank() == 2 && is_floating(dy.dtype), "linear: dy is not a floating (T, O)",
@@ -110,7 +114,7 @@ inline void linear(Context& ctx, const LinearForward& a) {
 }
 inline void linear(Context& ctx, const LinearBackward& a) {
   dispatch(
-      ctx, "linear backward", a, [&] { cpu::linear(ctx, a); },
+      ctx, "linear backward", a, [&] { a.clear_dw(ctx), cpu::linear(ctx, a); },
       [&] {
         if constexpr (kHasCuda) cuda::linear(ctx, a);
       });

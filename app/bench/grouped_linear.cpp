@@ -66,12 +66,17 @@ void bench_grouped_linear(const Ceilings& ceilings, const Report& report) {
                       dgrad(y, down, inner, add);
                       dgrad(both, up, x, add);
                     }));
-    report(b.time("grouped_linear wgrad", shape, flops, rows_bytes + 8 * weights, [&] {
-      ops::grouped_linear(b.context(),
-                          ops::GroupedLinearBackward{.dy = y, .x = inner, .dw = ddown, .offsets = {}, .device_offsets = offsets});
-      ops::grouped_linear(b.context(),
-                          ops::GroupedLinearBackward{.dy = both, .x = x, .dw = dup, .offsets = {}, .device_offsets = offsets});
-    }));
+    for (const bool write : {false, true})
+      report(b.time(
+          write ? "grouped_linear wgrad, written" : "grouped_linear wgrad", shape, flops, rows_bytes + (write ? 4 : 8) * weights,
+          [&] {
+            ops::grouped_linear(b.context(),
+                                ops::GroupedLinearBackward{
+                                    .dy = y, .x = inner, .dw = ddown, .offsets = {}, .device_offsets = offsets, .write_dw = write});
+            ops::grouped_linear(b.context(),
+                                ops::GroupedLinearBackward{
+                                    .dy = both, .x = x, .dw = dup, .offsets = {}, .device_offsets = offsets, .write_dw = write});
+          }));
   }
 }
 

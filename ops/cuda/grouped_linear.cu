@@ -57,7 +57,7 @@ struct Ring {
 // first block draws the pair's next tile and tells the other.
 template <Pass kPass>
 __device__ void produce(const CUtensorMap& a, const CUtensorMap& b, const CUtensorMap& dw, Schedule schedule,
-                        std::uint32_t* counters, const Sizes& s, std::uint32_t stages, Shared& shared) {
+                        std::uint32_t* counters, bool add, const Sizes& s, std::uint32_t stages, Shared& shared) {
   const std::uint32_t rank = cluster_rank();
   Ring ring;
   std::uint32_t index = blockIdx.x / kPair;
@@ -65,13 +65,13 @@ __device__ void produce(const CUtensorMap& a, const CUtensorMap& b, const CUtens
     const std::uint32_t slot = turn % kSlots, told = shared_address(&shared.told[slot]);
     const std::uint32_t next = rank == 0 ? gridDim.x / kPair + atomicAdd(&counters[0], 1U) : 0;
     const Tile t = schedule.tile(index, rank);
-    const int depth_blocks = t.count == 0 ? 1 : blocks_of_depth(s, t), width = width_of(s, t);
+    const int depth_blocks = blocks_of_depth(s, t), width = width_of(s, t);
     for (int block = 0; block < depth_blocks; ++block, ring.step()) {
       barrier_wait(shared_address(&shared.empty[ring.stage]), ring.parity ^ 1);  // for the readers in both blocks
       const std::uint32_t full = shared_address(&shared.full[ring.stage]), to_a = stages + ring.stage * kStageBytes,
                           to_b = to_a + kABytes;
       if (block == 0) shared.tile[ring.stage] = t;
-      if (t.count == 0) {
+      if (t.count < 0) {
         barrier_arrive(full);
         // The last pair to finish leaves the counters as it found them.
         if (rank == 0) {
@@ -100,10 +100,12 @@ __device__ void produce(const CUtensorMap& a, const CUtensorMap& b, const CUtens
           copy_box_to(kBoth, to_b + box * kLine, &b, full, k, t.begin + box);
       }
       if constexpr (kPass == Pass::wgrad)
-        if (block == 0)  // dw is read while its products are made: all blocks want theirs at the same time
+        if (add) {  // dw comes nearer while its products are made, little by little: all blocks want theirs at the same time
+          constexpr int kBoxes = kColumns / kSumBox * 2;
 #pragma unroll 1
-          for (int box = 0; box < kColumns / kSumBox * 2; ++box)
+          for (int box = block * kBoxes / depth_blocks; box < (block + 1) * kBoxes / depth_blocks; ++box)
             prefetch_box(&dw, t.column + box / 2 * kSumBox, t.row + box % 2 * 64, t.group);
+        }
       if (block == 0 && rank == 0)
         tell(shared_address(&shared.drawn[slot]), told, 1, next);  // early: the other will not wait for it
     }
@@ -111,6 +113,10 @@ __device__ void produce(const CUtensorMap& a, const CUtensorMap& b, const CUtens
       for (int column = t.column; column < min(t.column + kColumns, s.columns); column += kSumColumns, ring.step()) {
         barrier_wait(shared_address(&shared.empty[ring.stage]), ring.parity ^ 1);  // for the readers in both blocks
         const std::uint32_t full = shared_address(&shared.full[ring.stage]);
+        if (!add) {  // the stage is only lent
+          barrier_arrive(full);
+          continue;
+        }
         barrier_arrive_and_expect(full, kRows * kSumColumns * 4);
         for (int box = 0; box < 4; ++box)
           copy_box(stages + ring.stage * kStageBytes + box * kPanelBytes, &dw, full, column + box % 2 * kSumBox,
@@ -150,7 +156,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kCount], Ring& ring, Shar
     const std::uint32_t at_a = stages + ring.stage * kStageBytes + half * kPanelBytes,
                         at_b = stages + ring.stage * kStageBytes + kABytes;
     if constexpr (kPass == Pass::wgrad)
-      if (block + 1 == depth_blocks && t.count % kDepth != 0) {
+      if (block + 1 == depth_blocks && (t.count % kDepth != 0 || t.count == 0)) {
         clear_lines(at_a, at_b, t.count % kDepth);
         warpgroup_sync(1 + half);  // waits for the zeros of the other warps
       }
@@ -238,10 +244,11 @@ __device__ __forceinline__ void write_rows(const float (&sums)[kCount], std::uin
   }
 }
 
-// Adds the sums to dw in the stages that have brought it, and sends these back. Every element has one tile: one addition.
+// Adds the sums to dw in the stages that have brought it, or only writes them there, and sends these off. Every element has one
+// tile.
 template <int kCount>
 __device__ __forceinline__ void add_sums(const float (&sums)[kCount], Ring& ring, Shared& shared, std::uint32_t stages,
-                                         const CUtensorMap& dw, const Sizes& s, const Tile& t) {
+                                         const CUtensorMap& dw, bool add, const Sizes& s, const Tile& t) {
   const int half = int(threadIdx.x) / kWarpgroup - 1, warp = int(threadIdx.x) / kWarp % 4, lane = int(threadIdx.x) % kWarp;
   int sent = -1;  // the stage whose results are under way
 #pragma unroll
@@ -253,8 +260,8 @@ __device__ __forceinline__ void add_sums(const float (&sums)[kCount], Ring& ring
     for (int i = 0; i < kSumColumns / 2; i += 2) {
       const int j = i / 4, row = warp * 16 + lane / 4 + i / 2 % 2 * 8, piece = j % 4 * 2 + lane % 4 / 2;
       const std::uint32_t at = boxes + j / 4 * kPanelBytes + row * kLine + (piece ^ row % 8) * 16 + lane % 2 * 8;
-      float low, high;
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(low), "=f"(high) : "r"(at) : "memory");
+      float low = 0, high = 0;
+      if (add) asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(low), "=f"(high) : "r"(at) : "memory");
       asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(low + sums[first + i]), "f"(high + sums[first + i + 1])
                    : "memory");
     }
@@ -286,7 +293,7 @@ __device__ __forceinline__ void consume_tile(Ring& ring, Shared& shared, std::ui
   float sums[kWidth / 2] = {};
   if constexpr (kPass == Pass::wgrad) {
     multiply<kPass>(sums, ring, shared, stages, s, t, leads);
-    add_sums(sums, ring, shared, stages, dw, s, t);
+    add_sums(sums, ring, shared, stages, dw, add, s, t);
   } else {
     const RowsOut rows(out, s, t);
     if (add) prefetch_rows(rows);
@@ -303,7 +310,7 @@ __device__ void consume(std::uint32_t stages, Shared& shared, void* out, bool ad
   for (bool first = true;; first = false) {
     barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
     const Tile t = shared.tile[ring.stage];
-    if (t.count == 0) return;
+    if (t.count < 0) return;
     if (first && half == 1) warpgroups_sync(kLagBarrier);
     const auto run = [&]<int kWidth>() {
       consume_tile<kPass, kWidth>(ring, shared, stages, round, out, add, s, t, dw, first && half == 0);
@@ -372,7 +379,7 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, 1)
   cluster_sync();  // waits for the barriers of both blocks, and for the order
   if (threadIdx.x < kWarpgroup) {
     leave_registers<56>();
-    if (threadIdx.x == 0) produce<kPass>(a, b, dw, Schedule(offsets, s, order), counters, s, stages, shared);
+    if (threadIdx.x == 0) produce<kPass>(a, b, dw, Schedule(offsets, s, order), counters, add, s, stages, shared);
     __syncwarp();
   } else {
     take_registers<224>();
@@ -454,6 +461,7 @@ void cuda::grouped_linear(Context& ctx, const GroupedLinearForward& a) {
 
 void cuda::grouped_linear(Context& ctx, const GroupedLinearBackward& a) {
   const std::int64_t R = a.dy.shape[0], O = a.dy.shape[1];
+  if (R == 0 && a.write_dw && a.dw.present()) cuda_ok(cudaMemsetAsync(a.dw.data, 0, std::size_t(a.dw.bytes()), ctx.stream));
   if (R == 0 || (!a.dx.present() && !a.dw.present())) return;
   Scope scope(ctx.scratch);
   const std::int64_t* offsets = offsets_on_device(ctx, a.offsets, a.device_offsets);
@@ -481,7 +489,7 @@ void cuda::grouped_linear(Context& ctx, const GroupedLinearBackward& a) {
     const std::int64_t e = a.dw.shape[0], I = a.x.shape[1];
     if (for_tensor_cores({a.dy, a.x}))
       run_on_tensor_cores<Pass::wgrad>(ctx, tensor_map(a.dy, {O, R}, {64, kDepth}), tensor_map(a.x, {I, R}, {64, kDepth}), offsets,
-                                       a.dw, true, {int(e), int(O), int(I), 0}, R);
+                                       a.dw, !a.write_dw, {int(e), int(O), int(I), 0, a.write_dw}, R);
     else
       product(ctx, {.m = O,
                     .n = I,
@@ -493,7 +501,7 @@ void cuda::grouped_linear(Context& ctx, const GroupedLinearBackward& a) {
                     .c_row = I,
                     .c_batch = O * I,
                     .batch = e,
-                    .beta = 1,
+                    .beta = float(!a.write_dw),
                     .ragged = Product::Ragged::summands,
                     .offsets = offsets});
   }

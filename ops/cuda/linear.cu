@@ -79,7 +79,7 @@ void cuda::linear(Context& ctx, const LinearForward& a) { multiply(ctx, a.x, fal
 
 void cuda::linear(Context& ctx, const LinearBackward& a) {
   if (a.dx.present()) multiply(ctx, a.dy, false, a.w, false, a.dx, a.add_dx);
-  if (a.dw.present()) multiply(ctx, a.dy, true, a.x, false, a.dw, true);
+  if (a.dw.present()) multiply(ctx, a.dy, true, a.x, false, a.dw, !a.write_dw);
 }
 
 }  // namespace moetrain::ops

@@ -228,6 +228,36 @@ TEST_CASE("grouped_linear on CUDA keeps what is not finite inside its group", "[
   CHECK(nans(got.dw, O * I, 2 * O * I) == O * I);
 }
 
+TEST_CASE("grouped_linear that writes dw gives what it adds to zeros, and zeros to empty groups", "[ops][cpu]") {
+  Bench b;
+  const Grouped p(b, DType::bf16, DType::bf16, groups_of({0, 40, 0, 7}), 24, 16);
+  const Tensor dw = b.empty(DType::f32, p.dw.shape), added = b.zeros(DType::f32, p.dw.shape);
+  ops::grouped_linear(b.context(),
+                      ops::GroupedLinearBackward{.dy = p.dy, .x = p.x, .dw = dw, .offsets = p.offsets, .write_dw = true});
+  ops::grouped_linear(b.context(), ops::GroupedLinearBackward{.dy = p.dy, .x = p.x, .dw = added, .offsets = p.offsets});
+  CHECK(same_bits(dw, added));
+}
+
+TEST_CASE("grouped_linear on CUDA that writes dw gives what it adds to zeros, and zeros to empty groups", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  for (const DType type : {DType::bf16, DType::f32})
+    for (const Offsets& offsets : {groups_of({0, 70, 0, 0, 300, 64, 1, 0}), groups_of({0, 0})}) {
+      CAPTURE(name_of(type), offsets.back());
+      Bench b;
+      test::DeviceBench d;
+      const Grouped p(b, type, type, offsets, 328, 264);
+      const Tensor x = d.copy(p.x), dy = d.copy(p.dy), dw = d.empty(DType::f32, p.dw.shape);
+      const Tensor added = d.copy(b.zeros(DType::f32, p.dw.shape));
+      const ConstTensor there = d.documents(offsets).on_device;
+      ops::grouped_linear(d.context(), ops::GroupedLinearBackward{
+                                           .dy = dy, .x = x, .dw = dw, .offsets = {}, .device_offsets = there, .write_dw = true});
+      ops::grouped_linear(d.context(),
+                          ops::GroupedLinearBackward{.dy = dy, .x = x, .dw = added, .offsets = {}, .device_offsets = there});
+      CHECK(test::values_of(d.to_host(b, dw)) == test::values_of(d.to_host(b, added)));
+      CHECK(d.guards_hold());
+    }
+}
+
 TEST_CASE("grouped_linear on CUDA without rows leaves dw as it was", "[ops][cuda]") {
   if (!test::cuda_device_here()) return;
   Bench b;

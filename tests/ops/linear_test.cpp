@@ -202,6 +202,31 @@ TEST_CASE("linear on CUDA takes rows that begin at any element", "[ops][cuda]") 
   }
 }
 
+TEST_CASE("linear that writes dw gives what it adds to zeros, whatever dw held", "[ops][cpu]") {
+  for (const std::int64_t T : {0, 70}) {
+    Bench b;
+    const Tensor x = b.normal(DType::bf16, {T, 33}), dy = b.normal(DType::f32, {T, 17});
+    const Tensor dw = b.empty(DType::f32, {17, 33}), added = b.zeros(DType::f32, {17, 33});
+    ops::linear(b.context(), ops::LinearBackward{.dy = dy, .x = x, .dw = dw, .write_dw = true});
+    ops::linear(b.context(), ops::LinearBackward{.dy = dy, .x = x, .dw = added});
+    CHECK(same_bits(dw, added));
+  }
+}
+
+TEST_CASE("linear on CUDA that writes dw gives what it adds to zeros, whatever dw held", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  for (const auto& [T, type] : {std::pair<std::int64_t, DType>{0, DType::bf16}, {70, DType::bf16}, {70, DType::f32}}) {
+    Bench b;
+    test::DeviceBench d;
+    const Tensor x = d.copy(b.normal(DType::bf16, {T, 40})), dy = d.copy(b.normal(type, {T, 24}));
+    const Tensor dw = d.empty(DType::f32, {24, 40}), added = d.copy(b.zeros(DType::f32, {24, 40}));
+    ops::linear(d.context(), ops::LinearBackward{.dy = dy, .x = x, .dw = dw, .write_dw = true});
+    ops::linear(d.context(), ops::LinearBackward{.dy = dy, .x = x, .dw = added});
+    CHECK(test::difference(d.to_host(b, dw), d.to_host(b, added), 1e-6, T == 0 ? 1e-300 : 0) == "");
+    CHECK(d.guards_hold());
+  }
+}
+
 TEST_CASE("linear on CUDA without rows adds nothing to dw and without outputs makes dx zero", "[ops][cuda]") {
   if (!test::cuda_device_here()) return;
   for (const DType type : {DType::f32, DType::bf16}) {
