@@ -68,10 +68,9 @@ struct AttnResBackward {
   std::span<const Tensor> dsources;  // Z of (T, D) real; add
   Tensor dgamma;                     // (D) real; adds; absent (with dquery): frozen
   Tensor dquery;                     // (1, D) real; adds
-  static constexpr std::int64_t kWide = 4096;  // D above which a block of the CUDA backend takes half a multiprocessor
-  std::int64_t parts() const {  // of the tokens, on CUDA: dc is summed over each, then over all; as many as an H200 runs at once
-    return std::min<std::int64_t>(dy.shape[0], 132 * (dy.shape[1] > kWide ? 2 : 4));
-  }
+  // On CUDA dc is summed over parts of the tokens, then over the parts: as many as there are blocks at once on an H200.
+  std::int64_t blocks_together() const { return dy.shape[1] > 4096 ? 2 : dy.shape[1] > 2048 ? 4 : 7; }  // on a multiprocessor
+  std::int64_t parts() const { return std::min(dy.shape[0], 132 * blocks_together()); }
   void take_scratch(Context& ctx) const {  // on CUDA; the CPU backend counts its own
     if (ctx.plans_for == Device::cuda && dgamma.present()) ctx.scratch.take(DType::f32, {parts() + 1, dy.shape[1]});
   }
