@@ -18,7 +18,7 @@ struct Part {
   X* at;
   std::int64_t head, row;
   int width;
-  __device__ X* rows(int n, std::int64_t t) const { return at + n * head + t * row; }
+  __device__ X* rows(int n, int t) const { return at + n * head + t * row; }
 };
 // What a position brings to a score (nope and extra) and to the other product (the value, or the gradient of the output).
 template <class X>
@@ -29,8 +29,7 @@ template <class X>
 struct Problem {
   Side<const X> queries, keys;
   const int2* documents;
-  std::int64_t T;
-  int N;
+  int T, N;
   float scale;
   bool in_packs;  // may rows be loaded in packs of 16 bytes?
 };
@@ -52,20 +51,20 @@ __device__ int column_of(int j, int i) { return 8 * j + lane() % 4 * 2 + i % 2; 
 
 // tile = from[0:64, 0:64], zeros past its rows and columns; there after staged()
 template <class X>
-__device__ void stage(X (*tile)[Tiles<X>::kRow], const X* from, std::int64_t row, std::int64_t rows, int columns, bool in_packs) {
+__device__ void stage(X (*tile)[Tiles<X>::kRow], const X* from, std::int64_t row, int rows, int columns, bool in_packs) {
   constexpr int kPack = 16 / sizeof(X), kPacks = kTile / kPack, kStep = kThreads / kPacks;
   int thread = int(threadIdx.x);
   asm volatile("" : "+r"(thread));  // what follows from it is not worth a register in the loops around
-  const int first = thread / kPacks, c = thread % kPacks * kPack, valid = int(min(rows, std::int64_t(kTile)));
+  const int first = thread / kPacks, c = thread % kPacks * kPack, left = columns - c;
   const X* at = from + first * row + c;
-#pragma unroll 4
-  for (int r = first; r < kTile; r += kStep, at += kStep * row) {
-    if (in_packs) {
-      const bool there = r < valid && c < columns;
-      copy_pack(&tile[r][c], there ? at : from, there ? 16 : 0);
-    } else {
-      for (int j = 0; j < kPack; ++j) tile[r][c + j] = r < valid && c + j < columns ? at[j] : from_float<X>(0);
-    }
+  if (in_packs) {
+    if (left <= 0) rows = 0;
+#pragma unroll
+    for (int i = 0; i < kTile / kStep; ++i, at += kStep * row)
+      copy_pack(&tile[first + i * kStep][c], at, first + i * kStep < rows ? 16 : 0);
+  } else {
+    for (int r = first; r < kTile; r += kStep, at += kStep * row)
+      for (int j = 0; j < kPack; ++j) tile[r][c + j] = r < rows && j < left ? at[j] : from_float<X>(0);
   }
 }
 __device__ void staged() {
@@ -118,8 +117,8 @@ __device__ void multiply(Fragment& c, const float (*a)[Tiles<float>::kRow], cons
 
 // c += rows [first_a, ..) of a times rows [first_b, ..) of b, over their width
 template <class X>
-__device__ void add_dots(Fragment& c, Tiles<X>& tiles, const Problem<X>& p, int n, const Part<const X>& a, std::int64_t first_a,
-                         const Part<const X>& b, std::int64_t first_b) {
+__device__ void add_dots(Fragment& c, Tiles<X>& tiles, const Problem<X>& p, int n, const Part<const X>& a, int first_a,
+                         const Part<const X>& b, int first_b) {
   for (int w = 0; w < a.width; w += kTile) {
     __syncthreads();  // waits for the readers of the tiles' last contents
     stage<X>(tiles.a, a.rows(n, first_a) + w, a.row, p.T - first_a, a.width - w, p.in_packs);
@@ -135,8 +134,8 @@ __host__ __device__ int chunks(int width) { return (width + kTile - 1) / kTile; 
 
 // sums = keep * sums + weights times rows [first, ..) of part, chunk by chunk of its width; keep by row
 template <class X>
-__device__ void add_weighted(float* sums, Tiles<X>& tiles, const Problem<X>& p, int n, const Part<const X>& part,
-                             std::int64_t first, float keep_low, float keep_high) {
+__device__ void add_weighted(float* sums, Tiles<X>& tiles, const Problem<X>& p, int n, const Part<const X>& part, int first,
+                             float keep_low, float keep_high) {
   for (int w = 0; w < part.width; w += kTile, sums += kChunkSums) {
     __syncthreads();  // waits for the readers of the tile's last contents
     stage<X>(tiles.b, part.rows(n, first) + w, part.row, p.T - first, part.width - w, p.in_packs);
@@ -161,7 +160,7 @@ __device__ void clear(float* sums, int count) {
 
 // Rows of a tile, scaled, to `to`, whose row t of head n begins at to.rows(n, t).
 template <class X>
-__device__ void write(const float* sums, const Part<X>& to, int n, std::int64_t first, std::int64_t T, float low, float high) {
+__device__ void write(const float* sums, const Part<X>& to, int n, int first, int T, float low, float high) {
   for (int w = 0; w < to.width; w += kTile, sums += kChunkSums)
     for (int j = 0; j < kTileSums; ++j)
       for (int i = 0; i < 4; ++i) {
@@ -187,13 +186,13 @@ __global__ void __launch_bounds__(kThreads) attention_forward_kernel(Problem<X> 
   auto& tiles = *reinterpret_cast<Tiles<X>*>(shared);
   float* const sums = reinterpret_cast<float*>(shared + sizeof(Tiles<X>)) + threadIdx.x;
   const int n = int(blockIdx.y);
-  const std::int64_t first = std::int64_t(gridDim.x - 1 - blockIdx.x) * kTile, last = min(first + kTile, p.T) - 1;
+  const int first = int(gridDim.x - 1 - blockIdx.x) * kTile, last = min(first + kTile, p.T) - 1;
   const Seen seen[2] = {columns_of<false>(p.documents, first + row_of(0), p.T),
                         columns_of<false>(p.documents, first + row_of(2), p.T)};
   const float to_log2 = p.scale * kLog2E;
   float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
   clear(sums, chunks(o.width));
-  for (std::int64_t column = p.documents[first].x / kTile * kTile; column <= last; column += kTile) {
+  for (int column = p.documents[first].x / kTile * kTile; column <= last; column += kTile) {
     Fragment z = {};
     add_dots(z, tiles, p, n, p.queries.nope, first, p.keys.nope, column);
     add_dots(z, tiles, p, n, p.queries.extra, first, p.keys.extra, column);
@@ -202,15 +201,15 @@ __global__ void __launch_bounds__(kThreads) attention_forward_kernel(Problem<X> 
       float most = -INFINITY, part = 0;
       for (int j = 0; j < kTileSums; ++j)
         for (int i = 2 * row; i < 2 * row + 2; ++i) {
-          const std::int64_t s = column + column_of(j, i);
+          const int s = column + column_of(j, i);
           z.at[j][i] = seen[row].low <= s && s < seen[row].high ? z.at[j][i] * to_log2 : -INFINITY;
           most = fmaxf(most, z.at[j][i]);
         }
       most = fmaxf(top[row], quad_max(most));
       const float from = most == -INFINITY ? 0 : most;  // a row may have seen nothing yet
-      keep[row] = exp2f(top[row] - from);
+      keep[row] = exp2_fast(top[row] - from);
       for (int j = 0; j < kTileSums; ++j)
-        for (int i = 2 * row; i < 2 * row + 2; ++i) part += z.at[j][i] = exp2f(z.at[j][i] - from);
+        for (int i = 2 * row; i < 2 * row + 2; ++i) part += z.at[j][i] = exp2_fast(z.at[j][i] - from);
       sum[row] = sum[row] * keep[row] + part;
       top[row] = most;
     }
@@ -245,10 +244,10 @@ __global__ void __launch_bounds__(kThreads)
   float* const extra_sums = reinterpret_cast<float*>(shared + sizeof(Tiles<X>)) + threadIdx.x;
   float* const nope_sums = extra_sums + chunks(rows.extra.width) * kChunkSums;
   float* const value_sums = nope_sums + chunks(rows.nope.width) * kChunkSums;  // of keys only
-  const std::int64_t first = std::int64_t(kRowsAreKeys ? blockIdx.x : gridDim.x - 1 - blockIdx.x) * kTile;
-  const std::int64_t last = min(first + kTile, p.T) - 1;
-  const std::int64_t begin = kRowsAreKeys ? first : p.documents[first].x / kTile * kTile;
-  const std::int64_t end = kRowsAreKeys ? p.documents[last].y : last + 1;
+  const int first = int(kRowsAreKeys ? blockIdx.x : gridDim.x - 1 - blockIdx.x) * kTile;
+  const int last = min(first + kTile, p.T) - 1;
+  const int begin = kRowsAreKeys ? first : p.documents[first].x / kTile * kTile;
+  const int end = kRowsAreKeys ? p.documents[last].y : last + 1;
   const Seen seen[2] = {columns_of<kRowsAreKeys>(p.documents, first + row_of(0), p.T),
                         columns_of<kRowsAreKeys>(p.documents, first + row_of(2), p.T)};
   const float to_log2 = p.scale * kLog2E;
@@ -256,17 +255,17 @@ __global__ void __launch_bounds__(kThreads)
   for (int n = int(blockIdx.y) * heads; n < min(int(blockIdx.y + 1) * heads, p.N); ++n) {
     clear(nope_sums, chunks(rows.nope.width) + (kRowsAreKeys ? chunks(rows.value.width) : 0));
     if (!kRowsAreKeys) clear(extra_sums, chunks(rows.extra.width));
-    for (std::int64_t column = begin; column < end; column += kTile) {
+    for (int column = begin; column < end; column += kTile) {
       Fragment z = {}, dz = {};
       add_dots(z, tiles, p, n, rows.nope, first, columns.nope, column);
       add_dots(z, tiles, p, n, rows.extra, first, columns.extra, column);
       add_dots(dz, tiles, p, n, rows.value, first, columns.value, column);
       for (int j = 0; j < kTileSums; ++j)
         for (int i = 0; i < 4; ++i) {
-          const std::int64_t s = column + column_of(j, i);
+          const int s = column + column_of(j, i);
           const bool counts = seen[i / 2].low <= s && s < seen[i / 2].high;
           const std::int64_t at = n * stride + (kRowsAreKeys ? s : first + row_of(i));
-          z.at[j][i] = counts ? exp2f(z.at[j][i] * to_log2 - lse[at]) : 0;
+          z.at[j][i] = counts ? exp2_fast(z.at[j][i] * to_log2 - lse[at]) : 0;
           dz.at[j][i] = counts ? z.at[j][i] * (dz.at[j][i] - delta[at]) : 0;
         }
       if constexpr (kRowsAreKeys) {
@@ -293,7 +292,7 @@ __global__ void __launch_bounds__(kThreads)
     attention_probability_kernel(Problem<X> p, const float* __restrict__ lse, float* __restrict__ probability, std::int64_t W) {
   extern __shared__ __align__(16) unsigned char shared[];
   auto& tiles = *reinterpret_cast<Tiles<X>*>(shared);
-  const std::int64_t first = std::int64_t(blockIdx.x) * kTile, column = first - std::int64_t(blockIdx.y) * kTile;
+  const int first = int(blockIdx.x) * kTile, column = first - int(blockIdx.y) * kTile;
   if (column < 0 || column + kTile <= p.documents[first].x) return;
   Fragment mean = {};
   for (int n = 0; n < p.N; ++n) {
@@ -310,9 +309,9 @@ __global__ void __launch_bounds__(kThreads)
   }
   for (int j = 0; j < kTileSums; ++j)
     for (int i = 0; i < 4; ++i) {
-      const std::int64_t t = first + row_of(i), s = column + column_of(j, i);
+      const int t = first + row_of(i), s = column + column_of(j, i);
       const Seen seen = columns_of<false>(p.documents, t, p.T);
-      if (seen.low <= s && s < seen.high) probability[t * W + s - seen.low] = mean.at[j][i] / float(p.N);
+      if (seen.low <= s && s < seen.high) probability[std::int64_t(t) * W + s - seen.low] = mean.at[j][i] / float(p.N);
     }
 }
 
@@ -379,7 +378,7 @@ auto problem(const Args& a, ConstTensor documents) {
       .queries = {{q, Hq, N * Hq, int(Hn)}, {q + Hn, Hq, N * Hq, int(He)}, {}},
       .keys = {{kv, Hkv, N * Hkv, int(Hn)}, {device_pointer<S>(a.k_extra), 0, He, int(He)}, {kv + Hn, Hkv, N * Hkv, int(Hv)}},
       .documents = reinterpret_cast<const int2*>(documents.data),
-      .T = T,
+      .T = int(T),
       .N = int(N),
       .scale = float(a.scale)};
   constexpr int kPack = 16 / sizeof(X);
