@@ -95,11 +95,11 @@ void visit(V& v, RunConfig& c) {
   v.key("name", c.name, "what messages call this run", name);
   v.key("dir", c.dir, "run folder for log, metrics and checkpoints; relative to the working directory", name);
   v.key("seed", c.seed, "decides fresh weights and the order of the data");
-  v.choice("device", c.device, {{"auto", DeviceChoice::automatic}, {"cpu", DeviceChoice::cpu}},
-           "where operators run; auto is the CPU in this version", {{"cuda", "train on CUDA devices"}});
+  v.choice("device", c.device, {{"auto", DeviceChoice::automatic}, {"cpu", DeviceChoice::cpu}, {"cuda", DeviceChoice::cuda}},
+           "where operators run; auto is cuda where every rank has a GPU for itself, else cpu");
   v.choice("dtype", c.dtype, {{"bf16", DType::bf16}, {"fp32", DType::f32}, {"fp64", DType::f64}},
            "type of weights and activations; bf16 keeps fp32 master weights, fp64 is for the CPU only");
-  v.key("deterministic", c.deterministic, "equal runs give equal bits; on the CPU they always do");
+  v.key("deterministic", c.deterministic, "equal runs give equal bits: NCCL sums in one order; all else always does");
 }
 
 template <class V>

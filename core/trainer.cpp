@@ -2,6 +2,8 @@
 #include "core/trainer.h"
 
 #include "core/together.h"
+#include "ops/random.h"
+#include "ops/random_normal.h"
 
 namespace moetrain::core {
 namespace {
@@ -53,6 +55,12 @@ void Trainer::initialize() {
     const parallel::Rows whole{first + rows.begin, first + rows.end};
     auto fresh = [&](Tensor to) {
       if (!to.present()) return;
+      if (table_[i].init == Init::normal)
+        return ops::random_normal(ctx_, ops::RandomNormal{.seed = config_.run.seed,
+                                                          .stream = ops::stream_of(table_[i].name),
+                                                          .first = whole.begin * table_[i].shape.row(),
+                                                          .deviation = config_.model.initializer_range,
+                                                          .y = to});
       if (memory_.device() == Device::cpu)
         return initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, to);
       std::vector<std::byte> host(std::size_t(to.bytes()));

@@ -3,7 +3,11 @@
 
 #include <set>
 
+#include "ops/random_normal.h"
 #include "tests/support/catch.h"
+#include "tests/support/compare.h"
+#include "tests/support/on_device.h"
+#include "tests/support/tensors.h"
 
 namespace moetrain {
 namespace {
@@ -59,6 +63,39 @@ TEST_CASE("normal has mean 0, variance 1, no skew and the kurtosis of a Gaussian
   CHECK(std::abs(moment[2] - 1) < 0.016);
   CHECK(std::abs(moment[3]) < 0.045);
   CHECK(std::abs(moment[4] - 3) < 0.12);
+}
+
+TEST_CASE("random_normal of a part is that part of the whole, on every device", "[ops][cpu]") {
+  test::Bench b;
+  for (const DType type : {DType::f64, DType::f32, DType::bf16}) {
+    const Tensor y = b.empty(type, {20011});
+    ops::random_normal(b.context(), ops::RandomNormal{.seed = 3, .stream = 4, .first = 100, .deviation = 0.02, .y = y});
+    for (const std::int64_t i : {0, 1, 7777, 20010}) {
+      const double want = 0.02 * ops::normal(3, 4, std::uint64_t(100 + i));
+      CHECK(test::Bench::get(y, i) == (type == DType::f64 ? want : type == DType::f32 ? double(float(want)) : double(float(bf16(want)))));
+    }
+  }
+  CHECK(b.guards_hold());
+}
+
+TEST_CASE("random_normal on CUDA has the CPU's numbers, to the neighbouring f32", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  test::Bench b;
+  for (const DType type : {DType::f32, DType::bf16}) {
+    test::DeviceBench device;
+    const Tensor y = b.empty(type, {300007}), on_device = device.empty(type, {300007});
+    const ops::RandomNormal fill{.seed = 3, .stream = 4, .first = std::int64_t(1) << 33, .deviation = 0.02, .y = y};
+    ops::random_normal(b.context(), fill);
+    ops::random_normal(device.context(), ops::RandomNormal{fill.seed, fill.stream, fill.first, fill.deviation, on_device});
+    const auto want = test::values_of(y), got = test::values_of(device.to_host(b, on_device));
+    std::int64_t others = 0;
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      others += got[i] != want[i];
+      CHECK(std::abs(got[i] - want[i]) <= std::abs(want[i]) * (type == DType::f32 ? 1.2e-7 : 8e-3));
+    }
+    CHECK(others <= 3);
+    CHECK(device.guards_hold());
+  }
 }
 
 }  // namespace
