@@ -23,6 +23,7 @@
 #include <limits>
 
 #include "ops/context.h"
+#include "ops/cuda/key_tiles.h"
 #include "ops/documents.h"
 
 namespace moetrain::ops {
@@ -81,7 +82,7 @@ struct IndexerLoss {
   Tensor dweights;                          // (T, J) real, gradient of the scaled weights
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   bool on_tensor_cores() const {            // of a CUDA device
-    return q.dtype == DType::bf16 && q.shape[1] <= 64 && q.shape[2] == 128 && q.shape[0] <= 1 << 19;
+    return q.dtype == DType::bf16 && q.shape[1] <= 64 && q.shape[2] == 128 && q.shape[0] <= cuda::kMostListedKeys;
   }
   // Of the CUDA backend, which holds some query rows at a time: the products of their pairs, or the gradients of these.
   struct Scratch {
@@ -107,17 +108,14 @@ struct IndexerLoss {
               .slots = ctx.scratch.take(DType::i32, {keys, fit}),
               .dk = ctx.scratch.take(DType::f32, {keys, H})};
     const std::int64_t rows = fit < kSMs ? fit : std::min(fit / kSMs, std::int64_t(8)) * kSMs;
-    constexpr std::int64_t kRange = 512, kPanel = 64, kBlocks = 1152, kMostParts = 16;  // as cuda/key_tiles.h
-    const std::int64_t ranges = (T + kRange - 1) / kRange,
-                       parts = std::clamp<std::int64_t>(kBlocks / std::max<std::int64_t>(ranges * (H / kPanel), 1), 1, kMostParts);
     return {.row_loss = ctx.scratch.take(DType::f32, {T}),
             .scores = ctx.scratch.take(DType::f32, {W > kHeld ? rows : 0, W}),
             .pairs = ctx.scratch.take(DType::bf16, {dq.present() ? rows : 0, W, kHeads}),
             .listed = ctx.scratch.take(DType::i32, {rows, W}),
             .counts = ctx.scratch.take(DType::i32, {rows}),
-            .bounds = ctx.scratch.take(DType::i32, {rows, ranges + 1}),
+            .bounds = ctx.scratch.take(DType::i32, {rows, cuda::key_ranges(T) + 1}),
             .target = ctx.scratch.take(DType::f32, {indices.present() ? rows : 0, W}),
-            .dk = ctx.scratch.take(DType::f32, {parts, keys, H})};
+            .dk = ctx.scratch.take(DType::f32, {cuda::key_parts(T, H / 64), keys, H})};
   }
   void check_shapes() const {
     check(q.shape.rank() == 3 && target.shape.rank() == 2, "indexer_loss: q, target are not of rank 3, 2",

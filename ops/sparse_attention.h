@@ -20,8 +20,48 @@
 #include <limits>
 
 #include "ops/context.h"
+#include "ops/cuda/key_tiles.h"
 
 namespace moetrain::ops {
+
+// What forward and backward read alike.
+template <class Args>
+void check_sparse_attention_inputs(const Args& a) {
+  check(a.q_latent.shape.rank() == 3 && a.q.shape.rank() == 3 && a.k_extra.shape.rank() == 2 && a.indices.shape.rank() == 2,
+        "sparse_attention: q_latent, q, k_extra, indices are not of rank 3, 3, 2, 2",
+        {{"q_latent", a.q_latent.shape.rank()},
+         {"q", a.q.shape.rank()},
+         {"k_extra", a.k_extra.shape.rank()},
+         {"indices", a.indices.shape.rank()}});
+  const auto T = a.q_latent.shape[0], N = a.q_latent.shape[1], C = a.q_latent.shape[2], He = a.k_extra.shape[1];
+  check(N >= 1 && C >= 1 && T <= std::numeric_limits<std::int32_t>::max(), "sparse_attention: sizes",
+        {{"T", T}, {"N", N}, {"C", C}});
+  check(a.q.shape[0] == T && a.q.shape[1] == N && a.q.shape[2] >= He, "sparse_attention: q is not (T, N, Hn + He)",
+        {{"T", T}, {"N", N}, {"He", He}, {"q", a.q.count()}});
+  check(a.latent.shape == Shape{T, C}, "sparse_attention: latent is not (T, C)",
+        {{"T", T}, {"C", C}, {"latent", a.latent.count()}});
+  check(a.k_extra.shape[0] == T, "sparse_attention: k_extra is not (T, He)", {{"T", T}, {"rows", a.k_extra.shape[0]}});
+  check(a.indices.shape[0] == T, "sparse_attention: indices is not (T, K)", {{"T", T}, {"rows", a.indices.shape[0]}});
+  check(a.o_latent.shape == a.q_latent.shape, "sparse_attention: o_latent is not (T, N, C)",
+        {{"T", T}, {"N", N}, {"C", C}, {"o_latent", a.o_latent.count()}});
+  check(a.lse.shape == Shape{T, N}, "sparse_attention: lse is not (T, N)", {{"T", T}, {"N", N}, {"lse", a.lse.count()}});
+  const auto type = a.q.dtype;
+  check(a.q_latent.dtype == type && a.latent.dtype == type && a.k_extra.dtype == type && a.o_latent.dtype == type,
+        "sparse_attention: q_latent, q, latent, k_extra, o_latent are not of one type",
+        {{"q", int(type)},
+         {"q_latent", int(a.q_latent.dtype)},
+         {"latent", int(a.latent.dtype)},
+         {"k_extra", int(a.k_extra.dtype)},
+         {"o_latent", int(a.o_latent.dtype)}});
+  check(a.indices.dtype == DType::i32 && a.lse.dtype == real_of(type), "sparse_attention: indices is not i32 or lse not real",
+        {{"indices", int(a.indices.dtype)}, {"lse", int(a.lse.dtype)}});
+}
+// Are the widths those that the tensor cores of a CUDA device take?
+template <class Args>
+bool sparse_attention_in_tiles(const Args& a) {
+  return a.q.dtype == DType::bf16 && a.latent.shape[1] == 512 && a.k_extra.shape[1] == 64 && a.q.shape[2] % 8 == 0 &&
+         a.q.shape[0] <= cuda::kMostListedKeys;
+}
 
 struct SparseAttentionForward {
   ConstTensor q_latent;  // (T, N, C), absorbed query
@@ -30,49 +70,21 @@ struct SparseAttentionForward {
   ConstTensor k_extra;   // (T, He), shared by all heads; He may be 0
   ConstTensor indices;   // (T, K) i32, positions in 0..T-1 of the same document; -1: empty slot
   double scale;
-  Tensor o_latent;                          // (T, N, C)
-  Tensor lse;                               // (T, N) real; kept for backward
-  Tensor probability;                       // (T, K) real, mean over heads, 0 at empty slots; absent: not wanted
-  static constexpr bool dry_on_cpu = true;  // ops/context.h
-  bool on_tensor_cores() const {            // of a CUDA device
-    return q.dtype == DType::bf16 && latent.shape[1] == 512 && k_extra.shape[1] == 64 && q.shape[2] % 8 == 0;
-  }
+  Tensor o_latent;                           // (T, N, C)
+  Tensor lse;                                // (T, N) real; kept for backward
+  Tensor probability;                        // (T, K) real, mean over heads, 0 at empty slots; absent: not wanted
+  static constexpr bool dry_on_cpu = true;   // ops/context.h
   Tensor take_scratch(Context& ctx) const {  // of the CUDA backend: the scores of some heads of each block's query
-    if (on_tensor_cores() || (ctx.dry() && ctx.plans_for == Device::cpu)) return {};
+    if (sparse_attention_in_tiles(*this) || (ctx.dry() && ctx.plans_for == Device::cpu)) return {};
     constexpr std::int64_t kBlocks = 528, kHeads = 8;  // four blocks a multiprocessor of an H200
     return ctx.scratch.take(DType::f32, {std::min(q.shape[0], kBlocks), kHeads, indices.shape[1]});
   }
   void check_shapes() const {
-    check(q_latent.shape.rank() == 3 && q.shape.rank() == 3 && k_extra.shape.rank() == 2 && indices.shape.rank() == 2,
-          "sparse_attention: q_latent, q, k_extra, indices are not of rank 3, 3, 2, 2",
-          {{"q_latent", q_latent.shape.rank()},
-           {"q", q.shape.rank()},
-           {"k_extra", k_extra.shape.rank()},
-           {"indices", indices.shape.rank()}});
-    const auto T = q_latent.shape[0], N = q_latent.shape[1], C = q_latent.shape[2], He = k_extra.shape[1];
-    check(N >= 1 && C >= 1 && T <= std::numeric_limits<std::int32_t>::max(), "sparse_attention: sizes",
-          {{"T", T}, {"N", N}, {"C", C}});
-    check(q.shape[0] == T && q.shape[1] == N && q.shape[2] >= He, "sparse_attention: q is not (T, N, Hn + He)",
-          {{"T", T}, {"N", N}, {"He", He}, {"q", q.count()}});
-    check(latent.shape == Shape{T, C}, "sparse_attention: latent is not (T, C)", {{"T", T}, {"C", C}, {"latent", latent.count()}});
-    check(k_extra.shape[0] == T, "sparse_attention: k_extra is not (T, He)", {{"T", T}, {"rows", k_extra.shape[0]}});
-    check(indices.shape[0] == T, "sparse_attention: indices is not (T, K)", {{"T", T}, {"rows", indices.shape[0]}});
-    check(o_latent.shape == q_latent.shape, "sparse_attention: o_latent is not (T, N, C)",
-          {{"T", T}, {"N", N}, {"C", C}, {"o_latent", o_latent.count()}});
-    check(lse.shape == Shape{T, N}, "sparse_attention: lse is not (T, N)", {{"T", T}, {"N", N}, {"lse", lse.count()}});
-    const auto type = q.dtype, real = real_of(type);
-    check(q_latent.dtype == type && latent.dtype == type && k_extra.dtype == type && o_latent.dtype == type,
-          "sparse_attention: q_latent, q, latent, k_extra, o_latent are not of one type",
-          {{"q", int(type)},
-           {"q_latent", int(q_latent.dtype)},
-           {"latent", int(latent.dtype)},
-           {"k_extra", int(k_extra.dtype)},
-           {"o_latent", int(o_latent.dtype)}});
-    check(indices.dtype == DType::i32 && lse.dtype == real, "sparse_attention: indices is not i32 or lse not real",
-          {{"indices", int(indices.dtype)}, {"lse", int(lse.dtype)}});
+    check_sparse_attention_inputs(*this);
     if (probability.present())
-      check(probability.shape == indices.shape && probability.dtype == real, "sparse_attention: probability is not (T, K) real",
-            {{"T", T}, {"K", indices.shape[1]}, {"probability", probability.count()}, {"dtype", int(probability.dtype)}});
+      check(probability.shape == indices.shape && probability.dtype == lse.dtype,
+            "sparse_attention: probability is not (T, K) real",
+            {{"T", q.shape[0]}, {"K", indices.shape[1]}, {"probability", probability.count()}, {"dtype", int(probability.dtype)}});
   }
 };
 
@@ -91,10 +103,6 @@ struct SparseAttentionBackward {
   Tensor dlatent;                           // (T, C)
   Tensor dk_extra;                          // (T, He)
   static constexpr bool dry_on_cpu = true;  // ops/context.h
-  bool on_tensor_cores() const {            // of a CUDA device
-    return q.dtype == DType::bf16 && latent.shape[1] == 512 && k_extra.shape[1] == 64 && q.shape[2] % 8 == 0 &&
-           q.shape[0] <= 1 << 19;
-  }
   // Of the CUDA backend, which holds some rows of queries at a time: the probabilities and the gradients of scores of their pairs.
   struct Scratch {
     Tensor p, dz;                   // (rows, N, K)
@@ -107,7 +115,7 @@ struct SparseAttentionBackward {
     if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
     constexpr std::int64_t kBytes = std::int64_t(288) << 20, f32 = 4, i32 = 4, kPair = 128, kSMs = 132, kMostRows = 8 * kSMs;
     const std::int64_t T = q.shape[0], N = q.shape[1], K = indices.shape[1], width = latent.shape[1] + k_extra.shape[1];
-    const bool tiles = on_tensor_cores();
+    const bool tiles = sparse_attention_in_tiles(*this);
     const std::int64_t a_row = tiles ? K * (2 * kPair + i32) : 2 * N * K * f32 + T * i32;
     const std::int64_t fit = std::clamp<std::int64_t>(kBytes / std::max<std::int64_t>(a_row, 1), 1, std::max<std::int64_t>(T, 1));
     if (!tiles)
@@ -116,49 +124,21 @@ struct SparseAttentionBackward {
               .slots = ctx.scratch.take(DType::i32, {T, fit}),
               .sums = ctx.scratch.take(DType::f32, {T, width})};
     const std::int64_t rows = fit < kSMs ? fit : std::min(fit / kSMs * kSMs, kMostRows);  // a multiprocessor a row, all of them
-    constexpr std::int64_t kRange = 512, kPanel = 64, kBlocks = 1152, kMostParts = 16;    // as cuda/key_tiles.h
-    const std::int64_t ranges = (T + kRange - 1) / kRange,
-                       parts =
-                           std::clamp<std::int64_t>(kBlocks / std::max<std::int64_t>(ranges * (width / kPanel), 1), 1, kMostParts);
     return {.pairs = ctx.scratch.take(DType::bf16, {rows, K, kPair}),
             .listed = ctx.scratch.take(DType::i32, {rows, K}),
             .counts = ctx.scratch.take(DType::i32, {rows}),
-            .bounds = ctx.scratch.take(DType::i32, {rows, ranges + 1}),
-            .sums = ctx.scratch.take(DType::f32, {parts, T, width})};
+            .bounds = ctx.scratch.take(DType::i32, {rows, cuda::key_ranges(T) + 1}),
+            .sums = ctx.scratch.take(DType::f32, {cuda::key_parts(T, width / 64), T, width})};
   }
   void check_shapes() const {
-    check(q_latent.shape.rank() == 3 && q.shape.rank() == 3 && k_extra.shape.rank() == 2 && indices.shape.rank() == 2,
-          "sparse_attention: q_latent, q, k_extra, indices are not of rank 3, 3, 2, 2",
-          {{"q_latent", q_latent.shape.rank()},
-           {"q", q.shape.rank()},
-           {"k_extra", k_extra.shape.rank()},
-           {"indices", indices.shape.rank()}});
-    const auto T = q_latent.shape[0], N = q_latent.shape[1], C = q_latent.shape[2], He = k_extra.shape[1];
-    check(N >= 1 && C >= 1 && T <= std::numeric_limits<std::int32_t>::max(), "sparse_attention: sizes",
-          {{"T", T}, {"N", N}, {"C", C}});
-    check(q.shape[0] == T && q.shape[1] == N && q.shape[2] >= He, "sparse_attention: q is not (T, N, Hn + He)",
-          {{"T", T}, {"N", N}, {"He", He}, {"q", q.count()}});
-    check(latent.shape == Shape{T, C}, "sparse_attention: latent is not (T, C)", {{"T", T}, {"C", C}, {"latent", latent.count()}});
-    check(k_extra.shape[0] == T, "sparse_attention: k_extra is not (T, He)", {{"T", T}, {"rows", k_extra.shape[0]}});
-    check(indices.shape[0] == T, "sparse_attention: indices is not (T, K)", {{"T", T}, {"rows", indices.shape[0]}});
-    check(do_latent.shape == q_latent.shape && o_latent.shape == q_latent.shape,
-          "sparse_attention: o_latent or do_latent is not (T, N, C)",
-          {{"T", T}, {"N", N}, {"C", C}, {"o_latent", o_latent.count()}, {"do_latent", do_latent.count()}});
-    check(lse.shape == Shape{T, N}, "sparse_attention: lse is not (T, N)", {{"T", T}, {"N", N}, {"lse", lse.count()}});
+    check_sparse_attention_inputs(*this);
+    check(do_latent.shape == q_latent.shape && do_latent.dtype == q.dtype, "sparse_attention: do_latent does not fit o_latent",
+          {{"o_latent", o_latent.count()}, {"do_latent", do_latent.count()}, {"dtype", int(do_latent.dtype)}});
     check(dq_latent.shape == q_latent.shape && dq.shape == q.shape && dlatent.shape == latent.shape &&
               dk_extra.shape == k_extra.shape,
           "sparse_attention: a gradient does not fit",
           {{"dq_latent", dq_latent.count()}, {"dq", dq.count()}, {"dlatent", dlatent.count()}, {"dk_extra", dk_extra.count()}});
     const auto type = q.dtype;
-    check(q_latent.dtype == type && latent.dtype == type && k_extra.dtype == type && o_latent.dtype == type &&
-              do_latent.dtype == type,
-          "sparse_attention: inputs are not of one type",
-          {{"q", int(type)},
-           {"q_latent", int(q_latent.dtype)},
-           {"latent", int(latent.dtype)},
-           {"k_extra", int(k_extra.dtype)},
-           {"o_latent", int(o_latent.dtype)},
-           {"do_latent", int(do_latent.dtype)}});
     check(dq_latent.dtype == type && dq.dtype == type && dlatent.dtype == type && dk_extra.dtype == type,
           "sparse_attention: a gradient is not of q's type",
           {{"q", int(type)},
@@ -166,8 +146,6 @@ struct SparseAttentionBackward {
            {"dq", int(dq.dtype)},
            {"dlatent", int(dlatent.dtype)},
            {"dk_extra", int(dk_extra.dtype)}});
-    check(indices.dtype == DType::i32 && lse.dtype == real_of(type), "sparse_attention: indices is not i32 or lse not real",
-          {{"indices", int(indices.dtype)}, {"lse", int(lse.dtype)}});
   }
 };
 

@@ -260,12 +260,12 @@ void check_aligned(std::initializer_list<ConstTensor> tensors) {  // what views 
 }  // namespace
 
 void cuda::sparse_attention(Context& ctx, const SparseAttentionForward& a) {
-  if (!a.on_tensor_cores()) return with_type(a.q.dtype, [&](auto storage) { forward<decltype(storage)>(ctx, a); });
+  if (!sparse_attention_in_tiles(a)) return with_type(a.q.dtype, [&](auto storage) { forward<decltype(storage)>(ctx, a); });
   check_aligned({a.q_latent, a.q, a.latent, a.k_extra, a.o_latent});
   sparse_attention_tiles(ctx, a);
 }
 void cuda::sparse_attention(Context& ctx, const SparseAttentionBackward& a) {
-  if (!a.on_tensor_cores()) return with_type(a.q.dtype, [&](auto storage) { backward<decltype(storage)>(ctx, a); });
+  if (!sparse_attention_in_tiles(a)) return with_type(a.q.dtype, [&](auto storage) { backward<decltype(storage)>(ctx, a); });
   check_aligned({a.do_latent, a.q_latent, a.q, a.latent, a.k_extra, a.o_latent, a.dq_latent, a.dq});
   sparse_attention_tiles(ctx, a);
 }
