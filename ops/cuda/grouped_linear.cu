@@ -302,6 +302,15 @@ __device__ __forceinline__ void consume_tile(Ring& ring, Shared& shared, std::ui
   }
 }
 
+// run<kWidth>() for the width that a tile has.
+template <int kWidth, class Run>
+__device__ __forceinline__ void with_width(int width, const Run& run) {
+  if (width == kWidth)
+    run.template operator()<kWidth>();
+  else if constexpr (kWidth > kWidthStep)
+    with_width<kWidth - kWidthStep>(width, run);
+}
+
 template <Pass kPass>
 __device__ void consume(std::uint32_t stages, Shared& shared, void* out, bool add, const Sizes& s, const CUtensorMap& dw) {
   Ring ring;
@@ -315,36 +324,10 @@ __device__ void consume(std::uint32_t stages, Shared& shared, void* out, bool ad
     const auto run = [&]<int kWidth>() {
       consume_tile<kPass, kWidth>(ring, shared, stages, round, out, add, s, t, dw, first && half == 0);
     };
-    if constexpr (kPass == Pass::wgrad) {
+    if constexpr (kPass == Pass::wgrad)
       run.template operator()<kColumns>();
-    } else {
-      switch (width_of(s, t) / 32) {
-        case 1:
-          run.template operator()<32>();
-          break;
-        case 2:
-          run.template operator()<64>();
-          break;
-        case 3:
-          run.template operator()<96>();
-          break;
-        case 4:
-          run.template operator()<128>();
-          break;
-        case 5:
-          run.template operator()<160>();
-          break;
-        case 6:
-          run.template operator()<192>();
-          break;
-        case 7:
-          run.template operator()<224>();
-          break;
-        default:
-          run.template operator()<256>();
-          break;
-      }
-    }
+    else
+      with_width<kColumns>(width_of(s, t), run);
   }
 }
 
@@ -487,7 +470,7 @@ void cuda::grouped_linear(Context& ctx, const GroupedLinearBackward& a) {
   }
   if (a.dw.present() && a.dw.count() > 0) {
     const std::int64_t e = a.dw.shape[0], I = a.x.shape[1];
-    if (for_tensor_cores({a.dy, a.x}))
+    if (for_tensor_cores({a.dy, a.x}) && in_packs<4>(I, {a.dw}))
       run_on_tensor_cores<Pass::wgrad>(ctx, tensor_map(a.dy, {O, R}, {64, kDepth}), tensor_map(a.x, {I, R}, {64, kDepth}), offsets,
                                        a.dw, !a.write_dw, {int(e), int(O), int(I), 0, a.write_dw}, R);
     else
