@@ -73,9 +73,9 @@ std::int64_t KdaAttention::slots() const { return T() / kKdaChunk + documents.co
 KdaTiles::KdaTiles(Stack& scratch, const KdaAttention& x, bool backward) : slots(x.slots()), width(x.H() <= 32 ? 32 : 128) {
   const auto N = x.N(), P = x.P();
   const auto storage = x.q_in.dtype;
-  const Shape rows{slots, N, kKdaChunk, width}, columns{slots, N, width, kKdaChunk}, pairs{slots, N, kKdaChunk, kKdaChunk},
+  const Shape by_row{slots, N, kKdaChunk, width}, columns{slots, N, width, kKdaChunk}, pairs{slots, N, kKdaChunk, kKdaChunk},
       square{slots, N, width, width};
-  for (Tensor* tile : {&w, &q, &k}) *tile = scratch.take(storage, rows);
+  for (Tensor* tile : {&w, &q, &k}) *tile = scratch.take(storage, by_row);
   u = scratch.take(storage, columns);
   p = scratch.take(storage, pairs);
   decay = scratch.take(DType::f32, {slots, N, width});
@@ -85,6 +85,11 @@ KdaTiles::KdaTiles(Stack& scratch, const KdaAttention& x, bool backward) : slots
   ds = scratch.take(storage, square);
   do_ = scratch.take(storage, columns);
   dr = scratch.take(storage, columns);
+  rows = scratch.take(DType::f32, {slots, N, 4, kKdaChunk});
+  const Shape reals{slots, N, kKdaChunk, width};
+  const bool fits = s.bytes() == reals.count() * size_of(DType::f32);  // then tile by tile: a block overwrites what only it has read
+  dg = fits ? Tensor(s.data, DType::f32, reals) : scratch.take(DType::f32, reals);
+  dx = fits ? Tensor(ds.data, DType::f32, reals) : scratch.take(DType::f32, reals);
   edge = scratch.take(DType::f32, {slots, 3, 3, P});
   conv_parts = scratch.take(DType::f32, {slots, 3, P, 4});
   bias_parts = scratch.take(DType::f32, {slots, P});

@@ -89,6 +89,8 @@ struct KdaTiles {
   Tensor decay;          // (slots, N, width) f32   exp(G_last)
   Tensor s, ds;          // (slots, N, width, width) backward: state entering, gradient of the state leaving; (value, key)
   Tensor do_, dr;        // (slots, N, width, 64)   backward: gradients of o and of R
+  Tensor dg, dx;         // (slots, N, 64, width) f32 backward: gradients of the decays; where they fit, over s and ds when these are used up
+  Tensor rows;           // (slots, N, 4, 64) f32   backward: norms, beta and its gradient
   Tensor edge;           // (slots, 3, 3, P) f32    backward: gradients of the first rows before SiLU, for the chunk before
   Tensor conv_parts;     // (slots, 3, P, 4) f32    backward: parts of the taps' gradients
   Tensor bias_parts;     // (slots, P) f32          backward: parts of ddt_bias

@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(S) == 2 ? 2 : 1)
   S *q_out = out.q + tile * kTile, *k_out = out.k + tile * kTile, *p_out = out.p + tile * kRows * kRows;
 
   x.template fill<false>(
-      in, chunk, head,
+      in, chunk, head, v,
       [&](const float* g, const S* q, const S* k) { pairwise_scores<S, kWidth>(g, q, k, x.beta, in.scale, L, p_out); },
       [&](const Own<kWidth>& own, int row, const float(&q)[2], const float(&since)[2], const float(&)[2], const float(&before)[2]) {
         put<S, kWidth>(q_out, row, own.d, in.scale * q[0] * since[0] * before[0], in.scale * q[1] * since[1] * before[1]);
@@ -161,26 +161,17 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(S) == 2 ? 2 : 1)
         }
       }
   }
-  // V and Kin, both times beta.
-  const Own<kWidth> own;
-  if (own.active) {
-    Window<S> window;
-    window.load_rows(in, 2, chunk, head, own.sub, own.d);
-#pragma unroll
-    for (int r = 0; r < kSub; ++r) {
-      const int row = kSub * own.sub + r;
-      const float c[2] = {window.convolved(r, 0), window.convolved(r, 1)}, beta = x.beta[row];
-      put<S, kWidth>(v, row, own.d, beta * c[0] * sigmoid(c[0]), beta * c[1] * sigmoid(c[1]));
-    }
-  }
   __syncthreads();  // waits for L, and for the readers of the operands
+  // V and Kin, both times beta, which is zero beyond the last row.
+  const Own<kWidth> own;
   if (own.active) {
     const float before[2] = {x.before(own.sub, own.d), x.before(own.sub, own.d + 1)};
 #pragma unroll
     for (int r = 0; r < kSub; ++r) {
       const int row = kSub * own.sub + r;
-      const float2 k = get<S, kWidth>(x.ak, row, own.d);
+      const float2 k = get<S, kWidth>(x.ak, row, own.d), values = get<S, kWidth>(v, row, own.d);
       put<S, kWidth>(x.ak, row, own.d, x.beta[row] * k.x * before[0], x.beta[row] * k.y * before[1]);
+      put<S, kWidth>(v, row, own.d, x.beta[row] * values.x, x.beta[row] * values.y);
     }
   }
   invert(L, inverse);
@@ -196,7 +187,7 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(S) == 2 ? 2 : 1)
   S *w_tile = x.kd, *u_tile = x.ku;
   if (warp < kWidth / 16) {
     const int c0 = 16 * warp, g = lane / 4, t2 = lane % 4 * 2;
-#pragma unroll
+#pragma unroll 1
     for (int I = 0; I < kSubs; ++I) {
       Block w[2] = {}, u[2] = {};
       product<Lies::straight, Lies::straight, kRows, kWidth>(w, t, kSub * I, 0, x.ak, 0, c0, I + 1);

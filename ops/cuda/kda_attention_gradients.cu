@@ -1,5 +1,5 @@
-// kda_attention_gradients.cu -- all gradients of one chunk of one head in one kernel, from the states around it to the projected inputs;
-// one subject, and long: whatever it would hand to a second kernel is as large as the inputs.
+// kda_attention_gradients.cu -- the gradients of one chunk of one head, from the states around it: first of q, k, v and the decays (all
+// products), then, over rows, of the projected inputs. Two kernels, so that the code of each stays in the instruction cache.
 #include "ops/cuda/kda_chunk.cuh"
 #include "ops/cuda/launch.cuh"
 
@@ -11,10 +11,12 @@ using namespace cuda;  // NOLINT: the helpers of this backend
 template <class S>
 struct ChunkGradientArgs {
   const S *s, *ds, *do_, *t;
-  S *r, *dr;  // f32: overwritten as scratch of the block that owns them
-  const float* decay;
-  S *du[3], *df, *db;
-  float *edge, *conv_parts, *bias_parts, *a_log_parts;
+  const S* r;
+  S* dr;  // becomes dZ, (row, value)
+  S *dq, *dk;
+  float *dg, *dx;  // decays' gradients: summed over a row and all later ones; over all earlier ones
+  float* carried;  // over exp(G_last): what all rows' decays get by the state that is carried through
+  float* rows;     // (4, 64): 1 / |q|, 1 / |k|, beta, and beta dbeta but for what V gives
 };
 
 // bf16 brings the tiles of the chunk into shared memory; f32, twice as wide, reads them where they lie.
@@ -23,7 +25,7 @@ struct GradientShared {
   using Ops = Operands<S, kWidth>;
   static constexpr bool kHere = sizeof(S) == 2;
   static constexpr int kTile = kRows * kWidth, kSquare = kWidth * kWidth, kPairs = kRows * kRows;
-  static constexpr int kState = kSquare * int(sizeof(S)) > kTile * 4 ? kSquare * int(sizeof(S)) : kTile * 4;  // bytes; later f32 rows
+  static constexpr int kState = kSquare * int(sizeof(S));  // bytes
   static constexpr int kTiles = kHere ? kState + (3 * kTile + kPairs) * int(sizeof(S)) : 0;
   // floats: those of the operands; P's diagonal; sums of rows of 8 warps, and of one stream; leaving
   static constexpr int kFloats = Ops::kFloats + kRows * (1 + 8 + 1) + kSubs * kWidth + 16;
@@ -76,8 +78,7 @@ __device__ __forceinline__ void pairwise_gradients(const S* dP, const S* dL, con
   }
 }
 
-// grid (slots, N), block (kChunkThreads). Products first: a warp owns 16 channels of all rows and adds dq, dk and dg in registers.
-// Then, over rows: dg's sums, and back through norms, gates and convolutions.
+// grid (slots, N), block (kChunkThreads): a warp owns 16 channels of all rows and adds dq, dk and dg in registers.
 template <class S, int kWidth>
 __global__ void __launch_bounds__(kChunkThreads, 1)
     kda_attention_backward_chunk_kernel(const KdaInputs<S> in, const ChunkGradientArgs<S> a) {
@@ -86,22 +87,12 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
   const int head = int(blockIdx.y), warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
   const std::int64_t slot = blockIdx.x, tile = slot * in.N + head;
   const Own<kWidth> own;
-  const std::int64_t column = std::int64_t(head) * in.H + own.d;  // of the thread's channels in a row of P
   Chunk chunk;
-  if (!find_chunk(in.starts, in.documents, slot, chunk)) {
-    for (int d = int(threadIdx.x); d < in.H; d += kChunkThreads) {
-      const std::int64_t p = std::int64_t(head) * in.H + d;
-      for (int s = 0; s < 3; ++s)
-        for (int i = 0; i < kTaps; ++i) a.conv_parts[((slot * 3 + s) * in.P + p) * kTaps + i] = 0;
-      a.bias_parts[slot * in.P + p] = 0;
-    }
-    if (threadIdx.x == 0) a.a_log_parts[tile] = 0;
-    return;
-  }
+  if (!find_chunk(in.starts, in.documents, slot, chunk)) return;
 
   extern __shared__ __align__(128) unsigned char shared[];
   S* operands = reinterpret_cast<S*>(shared);
-  float* G = reinterpret_cast<float*>(operands + Shared::Ops::kElements);  // later dg, before the sums over rows
+  float* G = reinterpret_cast<float*>(operands + Shared::Ops::kElements);
   unsigned char* tiles = reinterpret_cast<unsigned char*>(G + kTile);
   S* dP = reinterpret_cast<S*>(tiles + Shared::kTiles);
   S* dL = dP + kPairs;
@@ -111,14 +102,13 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
   float* by_warp = self + kRows;                // (64, 8) parts of beta's gradient
   float* row_sums = by_warp + kRows * 8;        // (64) of one stream
   float* leaving = row_sums + kRows;            // (4, kWidth) parts of rowsum(S dS')
-  float* sub_sums = reinterpret_cast<float*>(dP);  // (2, 4, kWidth), when dP has been used
   auto* arrived = reinterpret_cast<std::uint64_t*>(leaving + kSubs * kWidth);
 
   // The tiles: state (S, later dS'), R^T, dO^T, dR^T (later dZ), inverse of I + L.
   const S* state = Shared::kHere ? reinterpret_cast<S*>(tiles) : a.s + tile * kSquare;
-  S* r = Shared::kHere ? reinterpret_cast<S*>(tiles + Shared::kState) : a.r + tile * kTile;
+  const S* r = Shared::kHere ? reinterpret_cast<S*>(tiles + Shared::kState) : a.r + tile * kTile;
   const S* do_ = Shared::kHere ? r + kTile : a.do_ + tile * kTile;
-  S* dr = Shared::kHere ? r + 2 * kTile : a.dr + tile * kTile;
+  S* dr = Shared::kHere ? reinterpret_cast<S*>(tiles + Shared::kState) + 2 * kTile : a.dr + tile * kTile;
   const S* t = Shared::kHere ? r + 3 * kTile : a.t + tile * kPairs;
   if constexpr (Shared::kHere) {
     if (threadIdx.x == 0) {
@@ -127,15 +117,15 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
       constexpr int kSize = int(sizeof(S));
       barrier_expect(arrived, (kSquare + 3 * kTile + kPairs) * kSize);
       copy_whole(tiles, a.s + tile * kSquare, kSquare * kSize, arrived);
-      copy_whole(r, a.r + tile * kTile, kTile * kSize, arrived);
-      copy_whole(r + kTile, a.do_ + tile * kTile, kTile * kSize, arrived);
+      copy_whole(tiles + Shared::kState, a.r + tile * kTile, kTile * kSize, arrived);
+      copy_whole(const_cast<S*>(do_), a.do_ + tile * kTile, kTile * kSize, arrived);
       copy_whole(dr, a.dr + tile * kTile, kTile * kSize, arrived);
-      copy_whole(r + 3 * kTile, a.t + tile * kPairs, kPairs * kSize, arrived);
+      copy_whole(const_cast<S*>(t), a.t + tile * kPairs, kPairs * kSize, arrived);
     }
     __syncthreads();  // waits for the barrier's init
   }
   x.template fill<true>(
-      in, chunk, head, [](const float*, const S*, const S*) {},
+      in, chunk, head, nullptr, [](const float*, const S*, const S*) {},
       [&](const Own<kWidth>& o, int row, const float(&)[2], const float(&)[2], const float(&g)[2], const float(&)[2]) {
         put<float, kWidth>(G, row, o.d, g[0], g[1]);
       },
@@ -318,10 +308,8 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
   }
   __syncthreads();  // waits for the readers of all operands and tiles but dZ
 
-  // f32 rows (64, kWidth) in their places.
-  float* dq_rows = reinterpret_cast<float*>(operands);                       // over aq (and ak)
-  float* dk_rows = Shared::kHere ? reinterpret_cast<float*>(r) : reinterpret_cast<float*>(x.ak);  // over R^T and dO^T
-  float* dx_rows = Shared::kHere ? reinterpret_cast<float*>(tiles) : reinterpret_cast<float*>(r);  // over the state
+  S *dq_out = a.dq + tile * kTile, *dk_out = a.dk + tile * kTile;
+  float *dg_out = a.dg + tile * kTile, *dx_out = a.dx + tile * kTile;
   if (works) {
 #pragma unroll
     for (int m = 0; m < kSubs; ++m)
@@ -331,10 +319,10 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           const int c = c0 + 8 * n + t2;
-          put<float, kWidth>(dq_rows, row, c, dq[m][n][2 * h], dq[m][n][2 * h + 1]);
-          put<float, kWidth>(dk_rows, row, c, dk[m][n][2 * h], dk[m][n][2 * h + 1]);
-          put<float, kWidth>(dx_rows, row, c, dx[m][n][2 * h], dx[m][n][2 * h + 1]);
-          put<float, kWidth>(G, row, c, dg[m][n][2 * h], dg[m][n][2 * h + 1]);
+          put<S, kWidth>(dq_out, row, c, dq[m][n][2 * h], dq[m][n][2 * h + 1]);
+          put<S, kWidth>(dk_out, row, c, dk[m][n][2 * h], dk[m][n][2 * h + 1]);
+          put<float, kWidth>(dg_out, row, c, dg[m][n][2 * h], dg[m][n][2 * h + 1]);
+          put<float, kWidth>(dx_out, row, c, dx[m][n][2 * h], dx[m][n][2 * h + 1]);
         }
         float sum = by_beta[m][h];
         sum += __shfl_xor_sync(0xffffffffU, sum, 1);
@@ -342,25 +330,22 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
         if (t2 == 0) by_warp[row * 8 + warp] = sum;
       }
   }
-  __syncthreads();  // waits for the rows
-
-  // ---- Over rows: a thread owns two channels of a sub-chunk. What kd and ku held is now for sums.
-  const RowSums<kWidth> sums{reinterpret_cast<float*>(x.kd)};
-  float* edges = sums.parts + RowSums<kWidth>::kFloats;  // (4, 3, kWidth)
-  float* taps = edges + kSubs * 3 * kWidth;              // (4, kWidth, 4)
-  static_assert((RowSums<kWidth>::kFloats + kSubs * 3 * kWidth + kSubs * kWidth * kTaps) * 4 <=
-                (kTile + kKuRows * kWidth) * int(sizeof(S)));
-  float gs[kSub][2], beta_part[kSub];
-  if (own.active) {
-#pragma unroll
-    for (int row = 0; row < kSub; ++row) {
-      const float2 dgs = get<float, kWidth>(G, kSub * own.sub + row, own.d);
-      gs[row][0] = dgs.x;
-      gs[row][1] = dgs.y;
-      beta_part[row] = 0;
-    }
-    if (!in.factored) {
-      float q[kSub][2], k[kSub][2], decays[kSub][2], dqs[kSub][2], dks[kSub][2];
+  if constexpr (Shared::kHere) {
+    constexpr int kPiece = 16 / int(sizeof(S));
+    for (int at = int(threadIdx.x) * kPiece; at < kTile; at += kChunkThreads * kPiece)
+      store<kPiece>(a.dr + tile * kTile + at, load<kPiece>(dz + at));
+  }
+  for (int d = int(threadIdx.x); d < kWidth; d += kChunkThreads) {
+    float sum = 0;
+    for (int sub = 0; sub < kSubs; ++sub) sum += leaving[sub * kWidth + d];
+    a.carried[tile * kWidth + d] = sum * x.before(kSubs, d);
+  }
+  if (threadIdx.x < kRows) row_sums[threadIdx.x] = 0;
+  __syncthreads();  // waits for the rows, and the sums of the warps
+  if (!in.factored) {  // a thread owns two channels of a sub-chunk; what kd and ku held is now for sums
+    const RowSums<kWidth> sums{reinterpret_cast<float*>(x.kd)};
+    if (own.active) {
+      float q[kSub][2], k[kSub][2], decays[kSub][2], dqs[kSub][2], dks[kSub][2], gs[kSub][2], beta_part[kSub];
       const Gate<S> gate(in, head, own.d);
       auto normed = [&](int s, float(&to)[kSub][2]) {
         Window<S> window;
@@ -378,7 +363,11 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
 #pragma unroll
       for (int row = 0; row < kSub; ++row) {
         const int at = kSub * own.sub + row;
-        const float2 qs = get<float, kWidth>(dq_rows, at, own.d), ks = get<float, kWidth>(dk_rows, at, own.d);
+        const float2 qs = get<S, kWidth>(dq_out, at, own.d), ks = get<S, kWidth>(dk_out, at, own.d),
+                     dgs = get<float, kWidth>(dg_out, at, own.d);
+        gs[row][0] = dgs.x;
+        gs[row][1] = dgs.y;
+        beta_part[row] = 0;
         for (int e = 0; e < 2; ++e) {
           dqs[row][e] = (e == 0 ? qs.x : qs.y) + self[at] * k[row][e];
           dks[row][e] = (e == 0 ? ks.x : ks.y) + self[at] * q[row][e];
@@ -387,33 +376,97 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
       pairwise_gradients(dP, dL, x.beta, kSub * own.sub, q, k, decays, dqs, dks, gs, beta_part);
 #pragma unroll
       for (int row = 0; row < kSub; ++row) {
-        put<float, kWidth>(dq_rows, kSub * own.sub + row, own.d, dqs[row][0], dqs[row][1]);
-        put<float, kWidth>(dk_rows, kSub * own.sub + row, own.d, dks[row][0], dks[row][1]);
+        const int at = kSub * own.sub + row;
+        put<S, kWidth>(dq_out, at, own.d, dqs[row][0], dqs[row][1]);
+        put<S, kWidth>(dk_out, at, own.d, dks[row][0], dks[row][1]);
+        put<float, kWidth>(dg_out, at, own.d, gs[row][0], gs[row][1]);
+        sums.part(at, own.pair) = beta_part[row];
       }
     }
+    __syncthreads();  // waits for the parts of beta's gradient
+    const float sum = sums.sum();
+    if (threadIdx.x % 4 == 0) row_sums[threadIdx.x / 4] = sum;
+    __syncthreads();  // waits for the sums
   }
+  if (threadIdx.x < kRows) {
+    const int row = int(threadIdx.x);
+    float sum = row_sums[row];
+    for (int w = 0; w < kWidth / 16; ++w) sum += by_warp[row * 8 + w];
+    float* rows = a.rows + tile * 4 * kRows + row;
+    rows[0] = x.norm[row];
+    rows[kRows] = x.norm[kRows + row];
+    rows[2 * kRows] = x.beta[row];
+    rows[3 * kRows] = sum;
+  }
+}
+
+template <class S>
+struct InputGradientArgs {
+  const S *dq, *dk, *dz;
+  const float *dg, *dx, *carried, *rows;
+  S *du[3], *df, *db;
+  float *edge, *conv_parts, *bias_parts, *a_log_parts;
+};
+
+template <int kWidth>
+struct InputGradientShared {
+  // sums over channels; first rows of sub-chunks; taps; sums of sub-chunks; (5, 64): the four of the chunk, and sums of one stream
+  static constexpr int kFloats = RowSums<kWidth>::kFloats + kSubs * kWidth * (3 + kTaps + 2) + 5 * kRows;
+};
+
+// grid (slots, N), block (kChunkThreads): a thread owns two channels of a sub-chunk. Back through norms, SiLU and convolutions, one
+// stream after the other, then through the gate.
+template <class S, int kWidth>
+__global__ void __launch_bounds__(kChunkThreads, sizeof(S) == 2 ? 2 : 1)
+    kda_attention_backward_inputs_kernel(const KdaInputs<S> in, const InputGradientArgs<S> a) {
+  constexpr int kTile = kRows * kWidth;
+  const int head = int(blockIdx.y);
+  const std::int64_t slot = blockIdx.x, tile = slot * in.N + head;
+  const Own<kWidth> own;
+  const std::int64_t column = std::int64_t(head) * in.H + own.d;  // of the thread's channels in a row of P
+  Chunk chunk;
+  if (!find_chunk(in.starts, in.documents, slot, chunk)) {
+    for (int d = int(threadIdx.x); d < in.H; d += kChunkThreads) {
+      const std::int64_t p = std::int64_t(head) * in.H + d;
+      for (int s = 0; s < 3; ++s)
+        for (int i = 0; i < kTaps; ++i) a.conv_parts[((slot * 3 + s) * in.P + p) * kTaps + i] = 0;
+      a.bias_parts[slot * in.P + p] = 0;
+    }
+    if (threadIdx.x == 0) a.a_log_parts[tile] = 0;
+    return;
+  }
+  extern __shared__ __align__(128) unsigned char shared[];
+  const RowSums<kWidth> sums{reinterpret_cast<float*>(shared)};
+  float* edges = sums.parts + RowSums<kWidth>::kFloats;  // (4, 3, kWidth)
+  float* taps = edges + kSubs * 3 * kWidth;              // (4, kWidth, 4)
+  float* sub_sums = taps + kSubs * kWidth * kTaps;       // (2, 4, kWidth)
+  float* norms = sub_sums + 2 * kSubs * kWidth;          // (2, 64)
+  float *beta = norms + 2 * kRows, *by_beta = beta + kRows, *row_sums = by_beta + kRows;
+  norms[threadIdx.x] = a.rows[tile * 4 * kRows + threadIdx.x];
+  static_assert(kChunkThreads == 4 * kRows);
+  __syncthreads();  // waits for the rows' norms and beta
 
   // Through norm, SiLU and convolution; du of the last rows lacks what the next chunk adds.
 #pragma unroll 1
   for (int s = 0; s < 3; ++s) {
     Window<S> window;
-    float c[kSub][2], sg[kSub][2], dc[kSub + kTaps - 1][2];
+    float dc[kSub + kTaps - 1][2];
     if (own.active) {
       window.load_rows(in, s, chunk, head, own.sub, own.d);
 #pragma unroll
       for (int row = 0; row < kSub; ++row) {
         const int at = kSub * own.sub + row;
-        const float2 of_k = get<float, kWidth>(s == 0 ? dq_rows : dk_rows, at, own.d), of_z = get<S, kWidth>(dz, at, own.d);
-        dc[row][0] = s == 2 ? x.beta[at] * of_z.x : of_k.x;
-        dc[row][1] = s == 2 ? x.beta[at] * of_z.y : of_k.y;
+        const float2 up = get<S, kWidth>((s == 0 ? a.dq : s == 1 ? a.dk : a.dz) + tile * kTile, at, own.d);
+        const float fold = s == 2 ? beta[at] : 1.0F;
+        dc[row][0] = fold * up.x;
+        dc[row][1] = fold * up.y;
         float part = 0;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          c[row][e] = window.convolved(row, e);
-          sg[row][e] = sigmoid(c[row][e]);
-          part += dc[row][e] * c[row][e] * sg[row][e];
+          const float c = window.convolved(row, e);
+          part += dc[row][e] * c * sigmoid(c);
         }
-        sums.part(at, own.pair) = s == 2 ? part + beta_part[row] : part;
+        sums.part(at, own.pair) = part;
       }
     }
     __syncthreads();  // waits for the parts of dy . y
@@ -424,11 +477,11 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
 #pragma unroll
       for (int row = 0; row < kSub; ++row) {
         const int at = kSub * own.sub + row;
-        const float norm = s == 2 ? 1.0F : x.norm[kRows * s + at], along = s == 2 ? 0.0F : norm * norm * row_sums[at];
+        const float norm = s == 2 ? 1.0F : norms[kRows * s + at], along = s == 2 ? 0.0F : norm * norm * row_sums[at];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float y = c[row][e] * sg[row][e], dy = norm * (dc[row][e] - along * y);
-          dc[row][e] = dy * (sg[row][e] + y * (1.0F - sg[row][e]));
+          const float c = window.convolved(row, e), sg = sigmoid(c), y = c * sg, dy = norm * (dc[row][e] - along * y);
+          dc[row][e] = dy * (sg + y * (1.0F - sg));
           if (row < kTaps - 1) edges[(own.sub * 3 + row) * kWidth + own.d + e] = dc[row][e];
         }
       }
@@ -473,20 +526,23 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
     }
   }
 
-  // beta: beta dbeta is the sum of all parts.
-  if (threadIdx.x < kRows) {
+  // beta: beta dbeta is the sum of all parts; row_sums holds what V gives.
+  if (int(threadIdx.x) < chunk.rows) {
     const int row = int(threadIdx.x);
-    float sum = row_sums[row];
-    for (int w = 0; w < kWidth / 16; ++w) sum += by_warp[row * 8 + w];
-    if (row < chunk.rows) a.db[(chunk.first + row) * in.N + head] = from_float<S>(sum * (1.0F - x.beta[row]));
+    a.db[(chunk.first + row) * in.N + head] = from_float<S>((row_sums[row] + by_beta[row]) * (1.0F - beta[row]));
   }
 
   // The gate. dg of a row: what the state carries through, earlier rows' Kout dKout, later rows' own.
+  const float *dg_rows = a.dg + tile * kTile, *dx_rows = a.dx + tile * kTile;
+  float gs[kSub][2];
   if (own.active) {
     float sum_g[2] = {0, 0}, sum_x[2] = {0, 0};
 #pragma unroll
     for (int row = 0; row < kSub; ++row) {
       const float2 xs = get<float, kWidth>(dx_rows, kSub * own.sub + row, own.d);
+      const float2 dgs = get<float, kWidth>(dg_rows, kSub * own.sub + row, own.d);
+      gs[row][0] = dgs.x;
+      gs[row][1] = dgs.y;
       sum_x[0] += xs.x;
       sum_x[1] += xs.y;
       for (int e = 0; e < 2; ++e) sum_g[e] += gs[row][e];
@@ -502,9 +558,7 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
     float earlier[2], later[2];
     for (int e = 0; e < 2; ++e) {
       const int d = own.d + e;
-      float carried = 0;
-      for (int s = 0; s < kSubs; ++s) carried += leaving[s * kWidth + d];
-      earlier[e] = carried * x.before(kSubs, d);
+      earlier[e] = a.carried[tile * kWidth + d];
       for (int s = 0; s < own.sub; ++s) earlier[e] += sub_sums[s * kWidth + d];
       later[e] = 0;
       for (int s = own.sub + 1; s < kSubs; ++s) later[e] += sub_sums[(kSubs + s) * kWidth + d];
@@ -572,15 +626,28 @@ void cuda::kda_gradients(Context& ctx, const KdaAttentionBackward& a, const KdaT
     using S = device_t<T>;
     auto in = kda_inputs<T>(a.x);
     in.pairs = in.pairs && in_packs<2>(a.x.H(), {a.dq_in, a.dk_in, a.dv_in, a.df});
-    launch(ctx, kda_attention_backward_chunk_kernel<S, width>,
-           {dim3(unsigned(tiles.slots), unsigned(a.x.N())), kChunkThreads, std::size_t(GradientShared<S, width>::kBytes)}, in,
+    const dim3 chunks(unsigned(tiles.slots), unsigned(a.x.N()));
+    launch(ctx, kda_attention_backward_chunk_kernel<S, width>, {chunks, kChunkThreads, std::size_t(GradientShared<S, width>::kBytes)}, in,
            ChunkGradientArgs<S>{.s = device_pointer<T>(tiles.s),
                                 .ds = device_pointer<T>(tiles.ds),
                                 .do_ = device_pointer<T>(tiles.do_),
                                 .t = device_pointer<T>(tiles.t),
                                 .r = device_pointer<T>(tiles.u),
                                 .dr = device_pointer<T>(tiles.dr),
-                                .decay = tiles.decay.as<float>(),
+                                .dq = device_pointer<T>(tiles.q),
+                                .dk = device_pointer<T>(tiles.w),
+                                .dg = tiles.dg.as<float>(),
+                                .dx = tiles.dx.as<float>(),
+                                .carried = tiles.decay.as<float>(),
+                                .rows = tiles.rows.as<float>()});
+    launch(ctx, kda_attention_backward_inputs_kernel<S, width>, {chunks, kChunkThreads, InputGradientShared<width>::kFloats * 4}, in,
+           InputGradientArgs<S>{.dq = device_pointer<T>(tiles.q),
+                                .dk = device_pointer<T>(tiles.w),
+                                .dz = device_pointer<T>(tiles.dr),
+                                .dg = tiles.dg.as<float>(),
+                                .dx = tiles.dx.as<float>(),
+                                .carried = tiles.decay.as<float>(),
+                                .rows = tiles.rows.as<float>(),
                                 .du = {device_pointer<T>(a.dq_in), device_pointer<T>(a.dk_in), device_pointer<T>(a.dv_in)},
                                 .df = device_pointer<T>(a.df),
                                 .db = device_pointer<T>(a.db),

@@ -240,9 +240,10 @@ struct Operands {
   // Fills all. between(g, q, k tiles): called once by all threads when !factored, before the operands take their place.
   // forwards(own, row, q, exp(G), G / ln 2, exp(G) at the sub-chunk's start) and backwards(own, row, k exp(G_end - G),
   // exp(G_last - G_end)) once a row and thread, each of two channels.
+  // v, where given, gets silu(conv(v_in)).
   template <bool kFoldBeta, class Between, class Forwards, class Backwards>
-  __device__ __forceinline__ void fill(const KdaInputs<S>& in, const Chunk& chunk, int head, Between between, Forwards forwards,
-                                       Backwards backwards) {
+  __device__ __forceinline__ void fill(const KdaInputs<S>& in, const Chunk& chunk, int head, S* v, Between between,
+                                       Forwards forwards, Backwards backwards) {
     const Own<kWidth> own;
     const RowSums<kWidth> squares_q{reinterpret_cast<float*>(kd)}, squares_k{squares_q.parts + RowSums<kWidth>::kFloats};
     static_assert(2 * RowSums<kWidth>::kFloats * int(sizeof(float)) <= (kTile + kKuRows * kWidth) * int(sizeof(S)));
@@ -251,20 +252,24 @@ struct Operands {
     Pack<S, 2> q[kSub], k[kSub];
     float g[kSub][2];
     if (own.active) {
-      auto convolve = [&](int s, Pack<S, 2>(&to)[kSub], const RowSums<kWidth>& squares) {
+      // One copy of this code for all streams: what is not in the instruction cache costs more than what it computes. The tiles of
+      // aq and ak carry q and k to their own threads.
+#pragma unroll 1
+      for (int s = 0; s < (v ? 3 : 2); ++s) {
         Window<S> window;
         window.load_rows(in, s, chunk, head, own.sub, own.d);
+        S* to = s == 0 ? aq : s == 1 ? ak : v;
+        float* squares = squares_q.parts + (s == 1 ? RowSums<kWidth>::kFloats : 0);
 #pragma unroll
         for (int r = 0; r < kSub; ++r) {
           const int row = kSub * own.sub + r;
           const float c[2] = {window.convolved(r, 0), window.convolved(r, 1)};
-          to[r] = two_of<S>(c[0] * sigmoid(c[0]), c[1] * sigmoid(c[1]));
-          const float y[2] = {to_float(to[r].at[0]), to_float(to[r].at[1])};
-          squares.part(row, own.pair) = y[0] * y[0] + y[1] * y[1];
+          const Pack<S, 2> pair = two_of<S>(c[0] * sigmoid(c[0]), c[1] * sigmoid(c[1]));
+          store<2>(to + place<S, kWidth>(row, own.d), pair);
+          const float y[2] = {to_float(pair.at[0]), to_float(pair.at[1])};
+          if (s < 2) squares[row * RowSums<kWidth>::kStride + own.pair] = y[0] * y[0] + y[1] * y[1];
         }
-      };
-      convolve(0, q, squares_q);
-      convolve(1, k, squares_k);
+      }
       const Gate<S> gate(in, head, own.d);
       gate.load(in, chunk, head, own.sub, own.d, g);
       float whole[2] = {0, 0};
@@ -280,7 +285,14 @@ struct Operands {
       norm[threadIdx.x / 4] = valid ? 1.0F / sqrtf(qq + in.l2_eps) : 0.0F;
       norm[kRows + threadIdx.x / 4] = valid ? 1.0F / sqrtf(kk + in.l2_eps) : 0.0F;
     }
-    __syncthreads();  // waits for the norms, and for the readers of the squares
+    if (own.active) {
+#pragma unroll
+      for (int r = 0; r < kSub; ++r) {
+        q[r] = load<2>(aq + place<S, kWidth>(kSub * own.sub + r, own.d));
+        k[r] = load<2>(ak + place<S, kWidth>(kSub * own.sub + r, own.d));
+      }
+    }
+    __syncthreads();  // waits for the norms, and for the readers of the squares and of q and k
     if (!in.factored) {
       float* gs = reinterpret_cast<float*>(aq);
       if (own.active) {
