@@ -45,6 +45,7 @@ void Head::forward(Pass& pass, const Bank& bank, ConstTensor p, Kept& k) const {
   if (training) k.dhidden = pass.keep(p.shape);
   const ConstTensor w = pass.params.weight(weight_);
   const LossBlocks blocks = chosen_blocks(pass.config.loss, pass.ctx, pass.dtype, w.shape[0]);
+  const auto [dweight, write] = training ? pass.params.first_gradient(weight_) : parallel::ShardedParams::FirstGradient{};
   const auto category = pass.ctx.scratch.set_category(Category::loss);
   ops::cross_entropy(pass.ctx,
                      ops::CrossEntropy{.hidden = k.hidden,
@@ -55,7 +56,8 @@ void Head::forward(Pass& pass, const Bank& bank, ConstTensor p, Kept& k) const {
                                        .gradient_scale = pass.scales.per_label,
                                        .loss = pass.losses.lm,
                                        .dhidden = k.dhidden,
-                                       .dweight = training ? pass.params.gradient(weight_) : Tensor{}});
+                                       .dweight = dweight,
+                                       .write_dweight = write});
   pass.ctx.scratch.set_category(category);
 }
 

@@ -23,14 +23,15 @@ void project(Pass& pass, int id, ConstTensor x, Tensor y, bool add) {
 
 void project_backward(Pass& pass, int id, ConstTensor dy, ConstTensor x, Tensor dx, bool add_dx) {
   const ConstTensor w = pass.params.weight(id);
-  const Tensor dw = pass.params.gradient(id);
+  const auto [dw, write] = pass.params.first_gradient(id);
   if (!dw.present() && !dx.present()) return;
   ops::linear(pass.ctx, ops::LinearBackward{.dy = as_rows(dy, w.shape[0]),
                                             .x = as_rows(x, w.shape[1]),
                                             .w = w,
                                             .dx = as_rows(dx, w.shape[1]),
                                             .dw = dw,
-                                            .add_dx = add_dx});
+                                            .add_dx = add_dx,
+                                            .write_dw = write});
 }
 
 void project_grouped(Pass& pass, int id, const GroupRows& groups, ConstTensor x, Tensor y) {
@@ -38,11 +39,11 @@ void project_grouped(Pass& pass, int id, const GroupRows& groups, ConstTensor x,
 }
 
 void project_grouped_backward(Pass& pass, int id, const GroupRows& groups, ConstTensor dy, ConstTensor x, Tensor dx, bool add_dx) {
-  const Tensor dw = pass.params.gradient(id);
+  const auto [dw, write] = pass.params.first_gradient(id);
   if (!dw.present() && !dx.present()) return;
   ops::grouped_linear(pass.ctx, ops::GroupedLinearBackward{
                                     .dy = dy, .x = x, .w = pass.params.weight(id), .dx = dx, .dw = dw,
-                                    .offsets = groups.offsets, .device_offsets = groups.device_offsets, .add_dx = add_dx});
+                                    .offsets = groups.offsets, .device_offsets = groups.device_offsets, .add_dx = add_dx, .write_dw = write});
 }
 
 void project_heads(Pass& pass, int id, const HeadSlice& s, ConstTensor x, Tensor y) {

@@ -25,13 +25,13 @@ Trainer::Trainer(const Config& config, std::unique_ptr<parallel::Communicator> w
       blas_(ops::make_blas(memory_)),
       ctx_{.scratch = scratch_, .blas = blas_.get(), .plans_for = planned_device(config)},
       model_(config.model, table_) {
-  together(*mesh_.world().control, [&] { allocate(); });
+  together(*mesh_.world().control, [&] { allocate(poison); });
 }
 
-void Trainer::allocate() {
+void Trainer::allocate(bool poison) {
   table_.freeze_all_but(config_.training.trainable);
   layout_ = make_layout(config_, table_, mesh_);
-  params_ = std::make_unique<parallel::ShardedParams>(memory_, layout_.tensors, layout_.units, config_.parallel.reshard_after_use);
+  params_ = std::make_unique<parallel::ShardedParams>(memory_, layout_.tensors, layout_.units, config_.parallel.reshard_after_use, poison);
   optimizer_ = std::make_unique<Optimizer>(memory_, config_.optimizer, table_, *params_);
   const std::int64_t layers = model_.moe_layers(), E = config_.model.num_experts;
   if (layers > 0) exchange_ = std::make_unique<parallel::ExpertExchange>(*mesh_.expert().data, *mesh_.expert().control, E);

@@ -70,7 +70,7 @@ class Trainer {
   void zero_sums();
 
  private:
-  void allocate();  // this rank's share of weights, gradients and optimizer state
+  void allocate(bool poison);  // this rank's share of weights, gradients and optimizer state
   void reduce_losses(const Totals& totals, StepResult& result);
   void reduce_counts(StepResult& result);
   void update_balance(const StepResult& result);

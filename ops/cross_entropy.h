@@ -4,7 +4,7 @@
 //   loss       += sum over labelled t of  log sum_v exp(logits[t,v]) - logits[t,label[t]]
 //   g[t,v]      = gradient_scale * ( exp(logits[t,v]) / sum_u exp(logits[t,u]) - [v = label[t]] )     labelled t only
 //   dhidden[t]  = sum_v g[t,v] weight[v]         written; 0 for ignored tokens, whatever their hidden state holds
-//   dweight[v] += sum_t g[t,v] hidden[t]
+//   dweight[v] += sum_t g[t,v] hidden[t]        or dweight =, with write_dweight
 //
 // A block is at most seq_chunk labelled tokens (ignored ones are left out before blocks are cut) by at most vocab_chunk vocabulary
 // rows; neither must divide anything. Over the blocks of one token block the first pass keeps a running maximum, the sum of
@@ -33,6 +33,7 @@ struct CrossEntropy {
   Tensor loss;                          // (1) real; adds, not scaled
   Tensor dhidden;                       // (T, D), scaled; written; absent (with dweight): loss only
   Tensor dweight;                       // (V, D) real, scaled; adds; absent: frozen head
+  bool write_dweight = false;           // what dweight held does not matter, as in a first micro-batch
   static constexpr std::int32_t kIgnored = -100;
 
   void check_shapes() const {
@@ -110,7 +111,11 @@ void cross_entropy(Context&, const CrossEntropy&);
 
 inline void cross_entropy(Context& ctx, const CrossEntropy& a) {
   dispatch(
-      ctx, "cross_entropy forward", a, [&] { cpu::cross_entropy(ctx, a); },
+      ctx, "cross_entropy forward", a,
+      [&] {
+        if (a.write_dweight && a.dweight.present() && !ctx.dry()) fill(ctx.device(), a.dweight.data, 0, a.dweight.bytes());
+        cpu::cross_entropy(ctx, a);
+      },
       [&] {
         if constexpr (kHasCuda) cuda::cross_entropy(ctx, a);
       });

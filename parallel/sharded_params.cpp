@@ -12,13 +12,14 @@ void* offset_by(Tensor t, std::int64_t rows) {  // the address of a row; null on
 
 }  // namespace
 
-ShardedParams::ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors, std::vector<Unit> units, bool reshard_after_use)
+ShardedParams::ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors, std::vector<Unit> units, bool reshard_after_use, bool poison)
     : memory_(memory),
       tensors_(std::move(tensors)),
       units_(std::move(units)),
       storage_(tensors_.size()),
       open_(units_.size(), 0),
-      reshard_after_use_(reshard_after_use) {
+      reshard_after_use_(reshard_after_use),
+      poison_(poison) {
   for (std::size_t u = 0; u < units_.size(); ++u) {
     check(units_[u].group != nullptr, "sharded params: a unit has no group", {{"unit", std::int64_t(u)}});
     for (const int t : units_[u].tensors) {
@@ -74,9 +75,19 @@ void ShardedParams::begin_step() {
   for (auto& own : storage_) {
     check(!own.gradient.present() || !scatters_each_micro_batch(unit(own.unit)),
           "sharded params: a step begins with gradients that were not reduced", {{"unit", own.unit}});
-    for (const Tensor t : {own.gradient.view(), own.gradient_shard.view()}) fill(memory_.device(), t.data, 0, t.bytes());
+    own.blank = own.gradient.present();
+    own.shard_blank = own.gradient_shard.present();
+    if (poison_)
+      for (const Tensor t : {own.gradient.view(), own.gradient_shard.view()}) fill(memory_.device(), t.data, 0xff, t.bytes());
   }
   in_step_ = true;
+}
+
+void ShardedParams::clear(const Storage& own, std::int64_t first_row) const {
+  if (!own.blank) return;
+  const Tensor whole = own.gradient.view(), rest = whole.rows(first_row, whole.shape[0]);
+  fill(memory_.device(), rest.data, 0, rest.bytes());
+  own.blank = false;
 }
 
 void ShardedParams::gather(int u) {
@@ -105,15 +116,17 @@ void ShardedParams::release(int u) {
   }
 }
 
-// The whole gradient of one micro-batch starts as zeros, but for this rank's own rows: they start as the sum of the micro-batches
-// before, so that the reduce-scatter adds to it and needs no sum of its own.
+// The whole gradient of one micro-batch starts as zeros (blank in the first), but for this rank's own rows: they start as the sum of
+// the micro-batches before, so that the reduce-scatter adds to it and needs no sum of its own.
 void ShardedParams::make_gradient(int tensor) const {
   const Storage& own = storage(tensor);
   if (own.gradient.present()) return;
   const Tensor sum = own.gradient_shard.view();
   own.gradient = OwnedTensor(memory_, Category::gradients, sum.dtype, padded_shape(tensor));
+  own.blank = true;
+  if (own.shard_blank) return;
+  clear(own);
   const Tensor whole = own.gradient.view();
-  fill(memory_.device(), whole.data, 0, whole.bytes());
   copy_to_device(memory_.device(), offset_by(whole, unit(own.unit).group->rank() * sum.shape[0]), sum.data, sum.bytes());
 }
 
@@ -137,6 +150,7 @@ void ShardedParams::reduce(int u) {
   for (const int t : it.tensors)
     if (tensors_[std::size_t(t)].trainable) {
       make_gradient(t);
+      clear(storage(t));
       sums.push_back(std::move(storage_[std::size_t(t)].gradient_shard));
     }
   scatter_gradients(it, sums);
@@ -145,10 +159,16 @@ void ShardedParams::reduce(int u) {
     if (tensors_[std::size_t(t)].trainable) {
       storage_[std::size_t(t)].gradient_shard = std::move(sums[i++]);
       storage_[std::size_t(t)].gradient = {};
+      storage_[std::size_t(t)].shard_blank = false;
     }
 }
 
 void ShardedParams::finish_gradients() {
+  for (Storage& own : storage_) {  // what nothing was added to
+    clear(own);
+    if (own.shard_blank) fill(memory_.device(), own.gradient_shard.view().data, 0, own.gradient_shard.view().bytes());
+    own.shard_blank = false;
+  }
   for (const Unit& it : units_) {
     if (it.group->size() == 1 || scatters_each_micro_batch(it)) continue;
     if (it.sharding == Sharding::none) {
@@ -203,7 +223,19 @@ Tensor ShardedParams::gradient(int tensor) const {
   check(holds(tensor), "sharded params: a gradient is asked while not gathered", {{"tensor", tensor}});
   if (!tensors_[std::size_t(tensor)].trainable) return {};
   make_gradient(tensor);
+  clear(storage(tensor));
   return storage(tensor).gradient.view().rows(0, tensors_[std::size_t(tensor)].shape[0]);
+}
+
+ShardedParams::FirstGradient ShardedParams::first_gradient(int tensor) const {
+  check(holds(tensor), "sharded params: a gradient is asked while not gathered", {{"tensor", tensor}});
+  if (!tensors_[std::size_t(tensor)].trainable) return {};
+  make_gradient(tensor);
+  const Storage& own = storage(tensor);
+  const bool write = own.blank;
+  const std::int64_t rows = tensors_[std::size_t(tensor)].shape[0];
+  clear(own, rows);  // the rows that pad it are summed over ranks too
+  return {own.gradient.view().rows(0, rows), write};
 }
 
 Tensor ShardedParams::stored(int tensor, Rows rows) const {

@@ -40,11 +40,12 @@ struct Unit {
 
 class ShardedParams {
  public:
-  // Takes the memory that lives across steps (Category::weights, gradients). Weights are uninitialised.
-  ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors, std::vector<Unit> units, bool reshard_after_use);
+  // Takes the memory that lives across steps (Category::weights, gradients). Weights are uninitialised. poison: what a gradient holds
+  // before its first write is NaN, so that a reader of it is caught.
+  ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors, std::vector<Unit> units, bool reshard_after_use, bool poison = false);
 
   // --- one step, in this order
-  void begin_step();        // gradients to zero
+  void begin_step();        // gradients are zero from here on; those that are written before they are added to are not cleared
   void gather(int unit);    // collective; afterwards weight() and gradient() of its tensors may be used. May nest: each
                             // gather has its release
   void release(int unit);   // with reshard_after_use the gathered weights go, else they stay until publish
@@ -56,7 +57,12 @@ class ShardedParams {
                             // rows are published too; in a step they cannot have changed
 
   ConstTensor weight(int tensor) const;  // whole, between gather and release
-  Tensor gradient(int tensor) const;     // whole, real; absent when frozen
+  Tensor gradient(int tensor) const;     // whole, real, to add to; absent when frozen
+  struct FirstGradient {
+    Tensor dw;   // as gradient()
+    bool write;  // the caller must write all of it instead of adding: it is the first of this step
+  };
+  FirstGradient first_gradient(int tensor) const;
   bool holds(int tensor) const;          // gathered now
 
   // --- what this rank stores and updates
@@ -75,6 +81,8 @@ class ShardedParams {
     OwnedTensor gathered;          // full only: (n c rows) while gathered
     mutable OwnedTensor gradient;  // (n c rows or R) for whole: resident, or from gradient() to reduce()
     OwnedTensor gradient_shard;    // gradients, full: (c rows)
+    mutable bool blank = false;    // gradient stands for zeros, but holds anything
+    bool shard_blank = false;      // the same of gradient_shard
     int unit = -1;
   };
   // What a unit's sharding comes to: a group of one is always `none`.
@@ -87,6 +95,7 @@ class ShardedParams {
   std::int64_t padded_shard_rows(int tensor) const;  // c
   Shape padded_shape(int tensor) const;              // n c rows
   void make_gradient(int tensor) const;
+  void clear(const Storage& own, std::int64_t first_row = 0) const;  // gradient to zeros from a row on, where it is blank
   void scatter_gradients(const Unit& unit, std::vector<OwnedTensor>& sums);
 
   Memory& memory_;
@@ -94,7 +103,7 @@ class ShardedParams {
   std::vector<Unit> units_;
   std::vector<Storage> storage_;  // by tensor
   std::vector<int> open_;         // by unit: gathers not yet released
-  bool reshard_after_use_;
+  bool reshard_after_use_, poison_;
   bool in_step_ = false;
 };
 

@@ -230,7 +230,7 @@ class Loss {
     if (!a_.dweight.present()) return;
     ctx_.blas->run(ctx_, {.m = rows_.width, .n = D, .k = s, .a = s_.logits.data, .b = s_.hidden.data,
                           .c = a_.dweight.as<float>() + rows_.first * D, .a_type = type_, .b_type = type_, .c_type = DType::f32,
-                          .lda = rows_.stride, .ldb = D, .ldc = D, .transpose_a = true, .beta = 1});
+                          .lda = rows_.stride, .ldb = D, .ldc = D, .transpose_a = true, .beta = a_.write_dweight && begin == 0 ? 0.0F : 1.0F});
   }
 
   Context& ctx_;
@@ -244,7 +244,10 @@ class Loss {
 }  // namespace
 
 void cuda::cross_entropy(Context& ctx, const CrossEntropy& a) {
-  if (a.hidden.shape[0] == 0) return;
+  if (a.hidden.shape[0] == 0) {
+    if (a.write_dweight && a.dweight.present()) fill(Device::cuda, a.dweight.data, 0, a.dweight.bytes());
+    return;
+  }
   Scope scope(ctx.scratch);
   const auto taken = a.take_device_scratch(ctx);
   if (a.hidden.dtype == DType::bf16) Loss<bf16>(ctx, a, taken).run();

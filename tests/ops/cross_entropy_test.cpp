@@ -341,6 +341,39 @@ TEST_CASE("cross_entropy on CUDA is within rounding of the f64 reference, howeve
       }
 }
 
+namespace {
+void write_dweight(ops::Context& ctx, const Case& c, const Results& to) {
+  ops::cross_entropy(ctx, ops::CrossEntropy{.hidden = c.hidden,
+                                            .weight = c.weight,
+                                            .labels = c.labels,
+                                            .seq_chunk = 4,
+                                            .vocab_chunk = 16,
+                                            .gradient_scale = 0.25,
+                                            .loss = to.loss,
+                                            .dhidden = to.dhidden,
+                                            .dweight = to.dweight,
+                                            .write_dweight = true});
+}
+}  // namespace
+
+TEST_CASE("cross_entropy that writes dweight does not read what it held", "[ops][cpu]") {
+  Bench b(48);
+  const Case c = make(b, DType::f32, 10, 37, 6, 3);
+  const Results to{b.zeros(DType::f32, {1}), b.empty(DType::f32, c.hidden.shape), b.empty(DType::f32, c.weight.shape)};
+  write_dweight(b.context(), c, to);
+  CHECK(test::values_of(to.dweight) == test::values_of(run(b, c, 4, 16).dweight));
+}
+
+TEST_CASE("cross_entropy on CUDA that writes dweight does not read what it held", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  Bench b(48);
+  test::DeviceBench device;
+  const Case c = make(b, DType::f32, 10, 37, 6, 3);
+  const Results to{device.copy(b.zeros(DType::f32, {1})), device.empty(DType::f32, c.hidden.shape), device.empty(DType::f32, c.weight.shape)};
+  write_dweight(device.context(), {device.copy(c.hidden), device.copy(c.weight), device.copy(c.labels)}, to);
+  CHECK(difference(device.to_host(b, to.dweight), run(b, c, 4, 16).dweight, 2e-5) == "");
+}
+
 TEST_CASE("cross_entropy on CUDA does not let an ignored token's NaN through, and without labels does nothing", "[ops][cuda]") {
   if (!test::cuda_device_here()) return;
   Bench b(46);
