@@ -1,6 +1,7 @@
 // kda.cpp -- the KDA sub-layer between its projections, convolutions and gated norm included; and the delta rule's part of it.
 #include "app/bench/bench.h"
-#include "ops/kda_attention.h"
+#include "ops/cuda/kda_passes.h"
+#include "ops/elementwise.h"
 
 namespace moetrain::app {
 
@@ -57,6 +58,16 @@ void bench_kda(const Ceilings& ceilings, const Report& report) {
       ops::kda_attention(b.context(), forward);
       ops::kda_attention(b.context(), backward);
     }));
+    // The delta rule alone, as others time it, is the scan and all of prepare but its convolutions, norms and gates.
+    const ops::KdaTiles tiles(b.stack(), x, true);
+    const Tensor none;
+    ops::KdaTiles without_states = tiles;
+    without_states.s = none;
+    report(b.time("  of it prepare", shape, flops / 2, bytes, [&] { ops::cuda::kda_prepare(b.context(), x, tiles); }));
+    report(b.time("  of it scan", shape, flops / 2, bytes, [&] { ops::cuda::kda_scan(b.context(), x, without_states, forward.o, none); }));
+    for (const Tensor& t : {tiles.do_, tiles.dr, tiles.ds}) ops::copy(b.context(), ops::Copy{.x = b.normal(bf16, t.shape, 0.1), .y = t});
+    report(b.time("  of it scan, states kept", shape, flops / 2, bytes, [&] { ops::cuda::kda_scan(b.context(), x, tiles, none, none); }));
+    report(b.time("  of it gradients", shape, flops, 2 * bytes, [&] { ops::cuda::kda_gradients(b.context(), backward, tiles); }));
   }
 }
 

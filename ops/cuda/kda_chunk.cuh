@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 
+#include "ops/cuda/kda_passes.h"
 #include "ops/cuda/kda_tiles.cuh"
 #include "ops/cuda/launch.cuh"
 #include "ops/kda.h"
@@ -355,13 +356,6 @@ struct Operands {
   }
 };
 
-// ---- The two passes that forward and backward share (kda_attention.cu), and the third of backward (kda_attention_gradients.cu).
-
-// Fills the tiles from the inputs; with tiles.t, for a backward.
-void kda_prepare(Context& ctx, const KdaAttention& x, const KdaTiles& tiles);
-// Walks the chunks of every document: gives o and the final state; or, with tiles.s, keeps the entering states and R instead.
-void kda_scan(Context& ctx, const KdaAttention& x, const KdaTiles& tiles, Tensor o, Tensor final_state);
-
 // The launch of a walk over chunks: a warp owns 16 values of a state, a block two warps, or four where that still fills the device;
 // one warp more brings the tiles of the next chunks, as many as fit.
 struct ScanShape {
@@ -378,10 +372,6 @@ ScanShape scan_shape(const KdaAttention& x, int width, StageBytes stage_bytes) {
                std::size_t(TileRing::kBarrierBytes + stages * stage_bytes(warps))),
           stages};
 }
-
-// Backward, given the entering states, R, dO, the leaving states' gradients and dR in the tiles: the gradients of the inputs, but for
-// what the next chunk's first rows give through the convolutions (tiles.edge), and the parts of the parameters' gradients.
-void kda_gradients(Context& ctx, const KdaAttentionBackward& a, const KdaTiles& tiles);
 
 // Calls body(storage type, constant of the width) for the storage types and widths there are.
 template <class Body>
