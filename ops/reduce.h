@@ -12,8 +12,8 @@
 namespace moetrain::ops {
 
 struct SumOfSquares {
-  std::span<const ConstTensor> x;  // of any shape and floating type each
-  Tensor sum;                      // (1) f64; adds
+  std::span<const ConstTensor> x;           // of any shape and floating type each
+  Tensor sum;                               // (1) f64; adds
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     for (const ConstTensor& t : x) check(is_floating(t.dtype), "sum_of_squares: x is not floating", {{"x", std::int64_t(t.dtype)}});
@@ -32,7 +32,9 @@ void sum_of_squares(Context&, const SumOfSquares&);
 inline void sum_of_squares(Context& ctx, const SumOfSquares& a) {
   dispatch(
       ctx, "sum_of_squares", a, [&] { cpu::sum_of_squares(ctx, a); },
-      [&] { if constexpr (kHasCuda) cuda::sum_of_squares(ctx, a); });
+      [&] {
+        if constexpr (kHasCuda) cuda::sum_of_squares(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

@@ -207,8 +207,7 @@ TEST_CASE("adamw on CUDA follows the f64 reference over shards of every type, si
     CHECK(test::difference(got[i].master, want[i].master, 1e-6) == "");
     CHECK(test::difference(got[i].exp_avg, want[i].exp_avg, 1e-6) == "");
     CHECK(test::difference(got[i].exp_avg_sq, want[i].exp_avg_sq, 1e-6) == "");
-    if (got[i].weight.present())
-      CHECK(test::values_of(got[i].weight) == test::values_of(b.as(got[i].weight.dtype, got[i].master)));
+    if (got[i].weight.present()) CHECK(test::values_of(got[i].weight) == test::values_of(b.as(got[i].weight.dtype, got[i].master)));
     CHECK(test::values_of(off[i].master) == test::values_of(got[i].master));  // the same bits wherever an element lies
     CHECK(test::values_of(off[i].exp_avg_sq) == test::values_of(got[i].exp_avg_sq));
   }

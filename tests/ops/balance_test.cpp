@@ -335,27 +335,32 @@ TEST_CASE("expert counts and quantile histograms on CUDA are the CPU's, and so a
   struct Case {
     std::int64_t T, E, K, bins;
   };
-  for (const auto& c : {Case{1, 1, 1, 1}, Case{0, 5, 2, 10}, Case{1013, 17, 3, 1000}, Case{700, 896, 16, 1000}, Case{90, 9, 2, 30000},
-                        Case{33, 3, 1, 60000}, Case{9000, 8, 2, 7}}) {
+  for (const auto& c : {Case{1, 1, 1, 1}, Case{0, 5, 2, 10}, Case{1013, 17, 3, 1000}, Case{700, 896, 16, 1000},
+                        Case{90, 9, 2, 30000}, Case{33, 3, 1, 60000}, Case{9000, 8, 2, 7}}) {
     CAPTURE(c.T, c.E, c.K, c.bins);
     Bench b(12);
     const auto skew = b.normal(DType::f64, {c.E}, 0.8), noise = b.normal(DType::f64, {c.T, c.E});
-    const auto logits = b.filled(DType::f32, {c.T, c.E}, [&](std::int64_t i) { return Bench::get(noise, i) + Bench::get(skew, i % c.E); });
+    const auto logits =
+        b.filled(DType::f32, {c.T, c.E}, [&](std::int64_t i) { return Bench::get(noise, i) + Bench::get(skew, i % c.E); });
     const auto bias = b.normal(DType::f32, {c.E}, 0.1), cutoff = b.empty(DType::f32, {c.T});
     const auto experts = routed(b, logits, bias, c.K, cutoff);
-    const auto counts = b.filled(DType::i64, {c.E}, [](std::int64_t e) { return e; }), histogram = b.zeros(DType::i64, {c.E, c.bins});
+    const auto counts = b.filled(DType::i64, {c.E}, [](std::int64_t e) { return e; }),
+               histogram = b.zeros(DType::i64, {c.E, c.bins});
     test::DeviceBench d;
     const auto counts_there = d.copy(counts), histogram_there = d.copy(histogram), bias_there = d.copy(bias);
     const auto count = [&](ops::Context& ctx, auto put, Tensor n, Tensor h, ConstTensor with) {
       ops::expert_count(ctx, ops::ExpertCount{.experts = put(experts), .counts = n});
-      ops::quantile_histogram(ctx, ops::QuantileHistogram{.logits = put(logits), .cutoff = put(cutoff), .bias = with, .histogram = h});
+      ops::quantile_histogram(ctx,
+                              ops::QuantileHistogram{.logits = put(logits), .cutoff = put(cutoff), .bias = with, .histogram = h});
     };
     const auto update = [&](ops::Context& ctx, ConstTensor n, ConstTensor h, Tensor to) {
       ops::quantile_update(ctx, ops::QuantileUpdate{.histogram = h, .experts_per_token = c.K, .bias = to});
       ops::sign_update(ctx, ops::SignUpdate{.counts = n, .rate = 0.125, .bias = to});
     };
-    count(d.context(), [&](ConstTensor t) { return d.copy(t); }, counts_there, histogram_there, bias_there);
-    count(b.context(), [](ConstTensor t) { return t; }, counts, histogram, bias);
+    count(
+        d.context(), [&](ConstTensor t) { return d.copy(t); }, counts_there, histogram_there, bias_there);
+    count(
+        b.context(), [](ConstTensor t) { return t; }, counts, histogram, bias);
     CHECK(test::values_of(d.to_host(b, counts_there)) == test::values_of(counts));
     // A score an ulp off may lie on the other side of an edge: it is counted one bin away.
     const auto got = test::values_of(d.to_host(b, histogram_there)), want = test::values_of(histogram);
@@ -380,9 +385,9 @@ TEST_CASE("quantile_update on CUDA makes NaN of biases whose experts have seen d
   Bench b;
   test::DeviceBench d;
   const auto bias = d.copy(b.zeros(DType::f32, {2}));
-  ops::quantile_update(d.context(), ops::QuantileUpdate{.histogram = d.copy(b.of(DType::i64, {2, 2}, {1, 1, 2, 1})),
-                                                        .experts_per_token = 1,
-                                                        .bias = bias});
+  ops::quantile_update(
+      d.context(),
+      ops::QuantileUpdate{.histogram = d.copy(b.of(DType::i64, {2, 2}, {1, 1, 2, 1})), .experts_per_token = 1, .bias = bias});
   for (const double v : test::values_of(d.to_host(b, bias))) CHECK(std::isnan(v));
 }
 
@@ -402,24 +407,29 @@ TEST_CASE("the router's losses on CUDA are within f32 rounding of f64 and repeat
     const auto given = b.filled(DType::i64, {c.E}, [](std::int64_t e) { return e * e % 11 + 1; });
     const auto run = [&](ops::Context& ctx, auto put, auto zeros, DType real) {
       const auto x = put(logits, real), ids = put(experts, DType::i32), counts = global ? put(given, DType::i64) : Tensor{};
-      const std::vector<Tensor> out{zeros(real, {1}), zeros(real, {c.T, c.E}), zeros(real, {1}), zeros(real, {c.T, c.E}), zeros(real, {1})};
-      ops::auxiliary_loss(ctx, ops::AuxiliaryLoss{
-                                   .logits = x, .experts = ids, .groups = groups, .counts = counts, .scale = 0.7, .loss = out[0], .dlogits = out[1]});
+      const std::vector<Tensor> out{zeros(real, {1}), zeros(real, {c.T, c.E}), zeros(real, {1}), zeros(real, {c.T, c.E}),
+                                    zeros(real, {1})};
+      ops::auxiliary_loss(
+          ctx,
+          ops::AuxiliaryLoss{
+              .logits = x, .experts = ids, .groups = groups, .counts = counts, .scale = 0.7, .loss = out[0], .dlogits = out[1]});
       ops::z_loss(ctx, ops::ZLoss{.logits = x, .scale = 0.3, .loss = out[2], .dlogits = out[3]});
       ops::z_loss(ctx, ops::ZLoss{.logits = x, .scale = 0.3, .loss = out[4], .dlogits = {}});
       return out;
     };
     const auto on_cuda = [&] {
       test::DeviceBench d;
-      const auto there = run(d.context(), [&](ConstTensor t, DType) { return d.copy(t); },
-                             [&](DType type, Shape shape) { return d.copy(b.filled(type, shape, [](std::int64_t) { return 0.5; })); }, DType::f32);
+      const auto there = run(
+          d.context(), [&](ConstTensor t, DType) { return d.copy(t); },
+          [&](DType type, Shape shape) { return d.copy(b.filled(type, shape, [](std::int64_t) { return 0.5; })); }, DType::f32);
       std::vector<Tensor> host;
       for (const auto& t : there) host.push_back(d.to_host(b, t));
       CHECK(d.guards_hold());
       return host;
     };
-    const auto want = run(b.context(), [&](ConstTensor t, DType type) { return b.as(type, t); },
-                          [&](DType type, Shape shape) { return b.filled(type, shape, [](std::int64_t) { return 0.5; }); }, DType::f64);
+    const auto want = run(
+        b.context(), [&](ConstTensor t, DType type) { return b.as(type, t); },
+        [&](DType type, Shape shape) { return b.filled(type, shape, [](std::int64_t) { return 0.5; }); }, DType::f64);
     const auto got = on_cuda();
     for (std::size_t i = 0; i < got.size(); ++i) {
       CAPTURE(i);

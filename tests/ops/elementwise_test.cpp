@@ -170,7 +170,8 @@ TEST_CASE("elementwise ops on CUDA give what the CPU gives, at any size and alig
         for (const std::int64_t off : {0, 1}) {
           CAPTURE(name_of(from), name_of(to), n, off);
           Bench b;
-          const std::vector<Tensor> in{b.normal(from, {n}), b.normal(to, {n}), b.empty(to, {n}), b.empty(to, {n}), b.normal(to, {n})};
+          const std::vector<Tensor> in{b.normal(from, {n}), b.normal(to, {n}), b.empty(to, {n}), b.empty(to, {n}),
+                                       b.normal(to, {n})};
           const auto op = [](ops::Context& ctx, const std::vector<Tensor>& t) {
             ops::copy(ctx, ops::Copy{.x = t[0], .y = t[2]});
             ops::sum(ctx, ops::Sum{.a = t[1], .b = t[4], .y = t[3]});

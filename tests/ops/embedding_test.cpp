@@ -98,7 +98,8 @@ TEST_CASE("embedding on CUDA copies rows and adds gradients in the order of toke
                                   Size{129, 2, 1}, Size{64, 1, 1024}}) {
       CAPTURE(name_of(type), T, V, D);
       Bench b;
-      const Tensor ids = b.filled(DType::i32, {T}, [v = V](std::int64_t t) { return std::int64_t(ops::uniform(4, 0, t) * double(v)); });
+      const Tensor ids =
+          b.filled(DType::i32, {T}, [v = V](std::int64_t t) { return std::int64_t(ops::uniform(4, 0, t) * double(v)); });
       const Tensor dy = b.normal(type, {T, D}), table = b.normal(type, {V, D}), y = b.empty(type, {T, D});
       const Tensor dtable = b.filled(DType::f32, {V, D}, [](std::int64_t i) { return i % 17; });
       const auto on_cuda = [&] {

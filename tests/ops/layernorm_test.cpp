@@ -139,8 +139,9 @@ TEST_CASE("layernorm on CUDA is within rounding of the f64 reference and repeats
       const auto on_cuda = [&](bool in_place) {
         DeviceBench d;
         const std::vector<Tensor> in{d.copy(x), d.copy(w), d.copy(b), d.copy(dy)};
-        const std::vector<Tensor> out{d.empty(type, {T, D}),                       d.empty(f32, {T}), d.empty(f32, {T}),
-                                      in_place ? in[3] : d.empty(type, {T, D}), d.copy(before),    d.copy(before)};
+        const std::vector<Tensor> out{d.empty(type, {T, D}), d.empty(f32, {T}),
+                                      d.empty(f32, {T}),     in_place ? in[3] : d.empty(type, {T, D}),
+                                      d.copy(before),        d.copy(before)};
         const auto [forward, backward] = args(in, out);
         ops::layernorm(d.context(), forward);
         ops::layernorm(d.context(), backward);
@@ -150,7 +151,7 @@ TEST_CASE("layernorm on CUDA is within rounding of the f64 reference and repeats
         return host;
       };
       const std::vector<Tensor> in{bench.as(f64, x), bench.as(f64, w), bench.as(f64, b), bench.as(f64, dy)};
-      const std::vector<Tensor> want{bench.empty(f64, {T, D}), bench.empty(f64, {T}),    bench.empty(f64, {T}),
+      const std::vector<Tensor> want{bench.empty(f64, {T, D}), bench.empty(f64, {T}), bench.empty(f64, {T}),
                                      bench.empty(f64, {T, D}), bench.as(f64, before), bench.as(f64, before)};
       const auto [forward, backward] = args(in, want);
       ops::layernorm(bench.context(), forward);

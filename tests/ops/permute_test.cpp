@@ -225,7 +225,8 @@ TEST_CASE("rows on CUDA are spread, moved, collected and given their gradients a
     std::int64_t T, K, D;
   };
   const auto dtype = GENERATE(DType::f32, DType::bf16);
-  for (const auto [T, K, D] : {Size{1, 1, 1}, Size{0, 2, 8}, Size{33, 5, 277}, Size{257, 8, 128}, Size{100, 16, 1032}, Size{19, 3, 7168}}) {
+  for (const auto [T, K, D] :
+       {Size{1, 1, 1}, Size{0, 2, 8}, Size{33, 5, 277}, Size{257, 8, 128}, Size{100, 16, 1032}, Size{19, 3, 7168}}) {
     CAPTURE(int(dtype), T, K, D);
     Bench b(6);
     const auto s = sorted(b, T, K, 6, [](auto t, auto k) { return scattered(t, k, 6); });
@@ -245,17 +246,20 @@ TEST_CASE("rows on CUDA are spread, moved, collected and given their gradients a
       ops::collect_rows(ctx, ops::CollectRowsBackward{
                                  .dy = g, .rows = in, .slot_row = slot_row, .weights = w, .drows = out[5], .dweights = out[6]});
       const auto in_place = take(rows, type), again = empty(real, {T, K});
-      ops::collect_rows(ctx, ops::CollectRowsBackward{
-                                 .dy = g, .rows = in_place, .slot_row = slot_row, .weights = w, .drows = in_place, .dweights = again});
+      ops::collect_rows(ctx,
+                        ops::CollectRowsBackward{
+                            .dy = g, .rows = in_place, .slot_row = slot_row, .weights = w, .drows = in_place, .dweights = again});
       auto all = out;
       all.push_back(in_place), all.push_back(again);
       return all;
     };
     test::DeviceBench d;
-    const auto there = run(d.context(), [&](ConstTensor t, DType) { return d.copy(t); },
-                           [&](DType type, Shape shape) { return d.empty(type, shape); }, dtype);
-    const auto want = run(b.context(), [&](ConstTensor t, DType type) { return b.as(type, t); },
-                          [&](DType type, Shape shape) { return b.empty(type, shape); }, DType::f64);
+    const auto there = run(
+        d.context(), [&](ConstTensor t, DType) { return d.copy(t); }, [&](DType type, Shape shape) { return d.empty(type, shape); },
+        dtype);
+    const auto want = run(
+        b.context(), [&](ConstTensor t, DType type) { return b.as(type, t); },
+        [&](DType type, Shape shape) { return b.empty(type, shape); }, DType::f64);
     CHECK(d.guards_hold());
     if (T == 0) continue;
     std::vector<Tensor> got;

@@ -250,13 +250,14 @@ TEST_CASE("router on CUDA chooses as the CPU does, ties included, and weighs wit
     std::int64_t T, E, K, groups, top_groups;
     bool renormalize;
   };
-  for (const auto& c : {Case{1, 1, 1, 1, 1, true}, Case{0, 5, 2, 1, 1, true}, Case{7, 13, 3, 1, 1, false}, Case{257, 129, 16, 1, 1, true},
-                        Case{31, 31, 31, 1, 1, true}, Case{40, 40, 33, 1, 1, true}, Case{300, 896, 16, 1, 1, true},
-                        Case{300, 256, 8, 8, 4, true}, Case{64, 1024, 32, 4, 1, false}, Case{50, 12, 3, 12, 5, true},
-                        Case{50, 12, 4, 6, 2, true}, Case{9, 500, 10, 100, 7, true}}) {
+  for (const auto& c : {Case{1, 1, 1, 1, 1, true}, Case{0, 5, 2, 1, 1, true}, Case{7, 13, 3, 1, 1, false},
+                        Case{257, 129, 16, 1, 1, true}, Case{31, 31, 31, 1, 1, true}, Case{40, 40, 33, 1, 1, true},
+                        Case{300, 896, 16, 1, 1, true}, Case{300, 256, 8, 8, 4, true}, Case{64, 1024, 32, 4, 1, false},
+                        Case{50, 12, 3, 12, 5, true}, Case{50, 12, 4, 6, 2, true}, Case{9, 500, 10, 100, 7, true}}) {
     CAPTURE(c.T, c.E, c.K, c.groups, c.top_groups);
     Bench b(3);
-    // Coarse values make ties frequent, and what is not a tie differ by more than rounding; off zero, where two scores may sum to 1.
+    // Coarse values make ties frequent, and what is not a tie differ by more than rounding; off zero, where two scores may sum
+    // to 1.
     const auto logits = b.filled(DType::f32, {c.T, c.E},
                                  [](std::int64_t i) { return 0.03 + std::round(8 * ops::normal(5, 0, std::uint64_t(i))) / 8; });
     if (c.T > 5 && c.K < c.E / 2) Bench::set(logits, 5 * c.E + c.E / 2, NAN);
@@ -268,19 +269,23 @@ TEST_CASE("router on CUDA chooses as the CPU does, ties included, and weighs wit
       const auto x = take(logits, real);
       const std::vector<Tensor> out{empty(DType::i32, {c.T, c.K}), empty(real, {c.T, c.K}), empty(real, {c.T}),
                                     empty(real, {c.T, c.K}), empty(real, {c.T, c.E})};
-      ops::router(ctx, ops::RouterForward{
-                           .logits = x, .bias = take(bias, real), .rule = rule, .experts = out[0], .weights = out[1], .cutoff = out[2]});
-      ops::router(ctx, ops::RouterForward{
-                           .logits = x, .bias = {}, .rule = rule, .decided = true, .experts = out[0], .weights = out[3], .cutoff = {}});
+      ops::router(ctx,
+                  ops::RouterForward{
+                      .logits = x, .bias = take(bias, real), .rule = rule, .experts = out[0], .weights = out[1], .cutoff = out[2]});
+      ops::router(ctx,
+                  ops::RouterForward{
+                      .logits = x, .bias = {}, .rule = rule, .decided = true, .experts = out[0], .weights = out[3], .cutoff = {}});
       ops::router(ctx, ops::RouterBackward{
                            .dweights = take(dweights, real), .logits = x, .experts = out[0], .rule = rule, .dlogits = out[4]});
       return out;
     };
     test::DeviceBench d;
-    const auto there = run(d.context(), [&](ConstTensor t, DType) { return d.copy(t); },
-                           [&](DType type, Shape shape) { return d.empty(type, shape); }, DType::f32);
-    const auto want = run(b.context(), [&](ConstTensor t, DType real) { return b.as(real, t); },
-                          [&](DType type, Shape shape) { return b.empty(type, shape); }, DType::f64);
+    const auto there = run(
+        d.context(), [&](ConstTensor t, DType) { return d.copy(t); }, [&](DType type, Shape shape) { return d.empty(type, shape); },
+        DType::f32);
+    const auto want = run(
+        b.context(), [&](ConstTensor t, DType real) { return b.as(real, t); },
+        [&](DType type, Shape shape) { return b.empty(type, shape); }, DType::f64);
     CHECK(d.guards_hold());
     if (c.T == 0) continue;
     std::vector<Tensor> got;
