@@ -15,8 +15,8 @@
 // loss adds, the plain sum over rows without gradient_scale; dq, dk, dweights are written, for a loss scaled by gradient_scale.
 // The target is a constant and nothing flows past q, k, weights. A row of one key adds 0 to the loss (its caller counts it).
 // Nothing may alias. Scores, softmax and sums are real; dq and dk are rounded once. The scores of all pairs are never stored at
-// once. Repeatable, and on the CPU for any number of threads the same
-// bits.
+// once. Repeatable, and on the CPU for any number of threads
+// the same bits.
 #pragma once
 #include <algorithm>
 #include <bit>

@@ -1,6 +1,6 @@
-// key_tiles.cu -- sums over keys on the tensor cores of sm_90a. What bounds it is shared memory: a tile of 64 pairs by 64 columns is
-// written there (16 KB), read by the product (16 KB, and its values 16 KB), and its sums are read and written (16 KB each); from L2
-// come each pair's 256 bytes once a cluster of panels and each row's values once a range of keys.
+// key_tiles.cu -- sums over keys on the tensor cores of sm_90a. By count shared memory bounds it: a tile of 64 pairs by 64
+// columns is written there (16 KB), read by the product (16 KB, and its values 16 KB), and its sums are read and written (16 KB
+// each); from L2 come each pair's 256 bytes once a cluster of panels and each row's values once a range of keys.
 #include "ops/cuda/key_tiles.h"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/rows.cuh"

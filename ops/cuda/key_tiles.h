@@ -1,11 +1,11 @@
 // key_tiles.h -- gradients of keys on tensor cores: for each key the sum over the queries that read it, without atomics.
 //
-//   sum[s, 64 p + c] += sum over rows, over heads n < 64 from `head` on:  pair[row, i, n] * value0[row, n, 64 p + c] + pair[row, i,
-//   64 + n] * value1[...] for panels p < both, and                               pair[row, i, n] * value2[row, n, first + 64 (p -
-//   both) + c]   from there on for the i with listed[row, i] = s
+//   over the rows, over the i with listed[row, i] = s, and over heads n < 64 from `head` on:
+//   p < both:  sum[s, 64 p + c] += pair[row, i, n] value0[row, n, 64 p + c] + pair[row, i, 64 + n] value1[row, n, 64 p + c]
+//   else:      sum[s, 64 p + c] += pair[row, i, n] value2[row, n, first + 64 (p - both) + c]
 //
-// Every row lists its positions in ascending order, so that those of a range of keys follow one another: a block owns kRange keys
-// and one panel, adds row after row in shared memory, and rounds nothing before the end.
+// Every row lists its positions in ascending order, so that those of a range of keys follow one another: a block owns kKeyRange
+// keys and one panel p of columns, adds row after row in shared memory, and rounds nothing before the end.
 #pragma once
 #include <cstdint>
 

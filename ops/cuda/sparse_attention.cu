@@ -1,6 +1,6 @@
 // sparse_attention.cu -- which kernels run, and those for any width and for f32: a block a query, eight heads at a time, a warp a
-// key for the products and a thread a column for the sums. bf16 in the model's widths
-// goes to sparse_attention_forward.cu and sparse_attention_backward.cu.
+// key for the products and a thread a column for the sums. bf16 in the model's widths goes to
+// sparse_attention_forward.cu and sparse_attention_backward.cu.
 #include <algorithm>
 
 #include "ops/cuda/key_sums.cuh"
