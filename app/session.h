@@ -1,7 +1,6 @@
 // session.h -- what a process needs around a command: stop signals, the log, threads, and MPI for those that train.
 #pragma once
 #include <memory>
-#include <optional>
 
 #include "parallel/communicator.h"
 #include "parallel/mpi_session.h"

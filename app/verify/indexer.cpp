@@ -2,7 +2,6 @@
 #include "ops/indexer.h"
 
 #include <cmath>
-#include <numeric>
 
 #include "app/verify/selection.h"
 #include "app/verify/verify.h"
