@@ -39,7 +39,7 @@ class Trainer {
   void initialize();  // fresh weights, a function of the seed
   // One step over this rank's micro-batches (as many on every rank). Collective.
   StepResult step(std::span<const io::Batch> micro_batches);
-  // The micro-batches of this rank for the next step (house decision 4).
+  // The micro-batches of this rank for the next step: sequence n of the run is the same under every layout.
   std::vector<io::Batch> next_batches(const io::BatchSource& source) const;
   // The micro-batches of this rank of the first `batches` global batches of `source`, or of all its sequences where it has fewer:
   // the same text under every layout. As many on every rank, empty ones past the end.

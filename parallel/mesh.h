@@ -36,7 +36,7 @@ class Mesh {
   const MeshShape& shape() const { return shape_; }
   const Coordinates& here() const { return here_; }
   int rank() const { return world_.data->rank(); }
-  int data_coordinates() const { return shape_.data * shape_.expert; }  // C of house decision 4
+  int data_coordinates() const { return shape_.data * shape_.expert; }  // that read different sequences
   int data_coordinate() const { return here_.data * shape_.expert + here_.expert; }
   Axis& world() { return world_; }
   Axis& dense() { return dense_; }

@@ -2,11 +2,10 @@
 #include <nccl.h>
 
 #include <chrono>
-#include <cstring>
 #include <deque>
+#include <exception>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "memory/stream.h"
 #include "parallel/communicator.h"

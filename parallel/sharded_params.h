@@ -6,8 +6,9 @@
 //   gradients   all weights                        shards, reduced each micro-batch   owners' rows are gathered by publish()
 //   full        its shard of the weights           shards, reduced each micro-batch   nothing to do: gathered at the next use
 //
-// Gradients are sums over ranks (the loss is scaled by the global count of labels beforehand); all ops add into them, and they
-// are zeroed by begin_step. A parameter that is not trainable has no gradient anywhere.
+// Gradients are sums over ranks (the loss is scaled by the global count of labels beforehand); ops add into them. They
+// count as zeros from begin_step on: who asks by first_gradient writes instead of adding the first time, and no zeros are made. A
+// parameter that is not trainable has no gradient anywhere.
 // Rows r of a parameter lie on dim 0, cut by parallel/shard.h over the unit's group. What is gathered or scattered has n c rows, a
 // few more than R where n does not divide R. Where gradients are reduced each micro-batch, the whole gradient of a unit exists only
 // from the first gradient() to reduce(). A group of one rank moves, copies and takes nothing, whatever its sharding.
