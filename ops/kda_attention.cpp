@@ -87,7 +87,8 @@ KdaTiles::KdaTiles(Stack& scratch, const KdaAttention& x, bool backward) : slots
   dr = scratch.take(storage, columns);
   rows = scratch.take(DType::f32, {slots, N, 4, kKdaChunk});
   const Shape reals{slots, N, kKdaChunk, width};
-  const bool fits = s.bytes() == reals.count() * size_of(DType::f32);  // then tile by tile: a block overwrites what only it has read
+  const bool fits =
+      s.bytes() == reals.count() * size_of(DType::f32);  // then tile by tile: a block overwrites what only it has read
   dg = fits ? Tensor(s.data, DType::f32, reals) : scratch.take(DType::f32, reals);
   dx = fits ? Tensor(ds.data, DType::f32, reals) : scratch.take(DType::f32, reals);
   edge = scratch.take(DType::f32, {slots, 3, 3, P});

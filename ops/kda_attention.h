@@ -17,19 +17,19 @@
 
 namespace moetrain::ops {
 
-struct KdaAttention {  // what both passes are given; P = N H
-  ConstTensor q_in;    // (T, P), projected, before the convolution
-  ConstTensor k_in;    // (T, P)
-  ConstTensor v_in;    // (T, P)
-  ConstTensor f;       // (T, P), before dt_bias
-  ConstTensor b;       // (T, N), before the sigmoid
-  ConstTensor gate;    // (T, P), before the sigmoid
-  ConstTensor q_conv;  // (P, 1, k) real
-  ConstTensor k_conv;  // (P, 1, k) real
-  ConstTensor v_conv;  // (P, 1, k) real
-  ConstTensor a_log;   // (N) real
-  ConstTensor dt_bias;  // (N, H) real
-  ConstTensor o_norm;   // (H) real
+struct KdaAttention {                 // what both passes are given; P = N H
+  ConstTensor q_in;                   // (T, P), projected, before the convolution
+  ConstTensor k_in;                   // (T, P)
+  ConstTensor v_in;                   // (T, P)
+  ConstTensor f;                      // (T, P), before dt_bias
+  ConstTensor b;                      // (T, N), before the sigmoid
+  ConstTensor gate;                   // (T, P), before the sigmoid
+  ConstTensor q_conv;                 // (P, 1, k) real
+  ConstTensor k_conv;                 // (P, 1, k) real
+  ConstTensor v_conv;                 // (P, 1, k) real
+  ConstTensor a_log;                  // (N) real
+  ConstTensor dt_bias;                // (N, H) real
+  ConstTensor o_norm;                 // (H) real
   std::optional<double> lower_bound;  // of the gate; unset: the unbounded form
   double scale;                       // of the score, H^-1/2
   double l2_eps, norm_eps;
@@ -48,9 +48,9 @@ struct KdaAttention {  // what both passes are given; P = N H
 
 struct KdaAttentionForward {
   KdaAttention x;
-  Tensor o;            // (T, N, H); kept for backward
-  Tensor y;            // (T, N, H)
-  Tensor final_state;  // (documents, N, H, H) real; absent: not wanted
+  Tensor o;                                 // (T, N, H); kept for backward
+  Tensor y;                                 // (T, N, H)
+  Tensor final_state;                       // (documents, N, H, H) real; absent: not wanted
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const;
   void take_scratch(Context& ctx) const;
@@ -58,22 +58,22 @@ struct KdaAttentionForward {
 
 struct KdaAttentionBackward {
   KdaAttention x;
-  ConstTensor dy;            // (T, N, H)
-  ConstTensor o;             // (T, N, H)
-  ConstTensor dfinal_state;  // (documents, N, H, H) real; absent: zero
-  Tensor dq_in;              // (T, P)
-  Tensor dk_in;              // (T, P)
-  Tensor dv_in;              // (T, P)
-  Tensor df;                 // (T, P)
-  Tensor db;                 // (T, N)
-  Tensor dgate;              // (T, P)
-  Tensor dq_conv;            // (P, 1, k) real; adds; absent: frozen
-  Tensor dk_conv;            // (P, 1, k) real; adds; absent: frozen
-  Tensor dv_conv;            // (P, 1, k) real; adds; absent: frozen
-  Tensor da_log;             // (N) real; adds; absent: frozen
-  Tensor ddt_bias;           // (N, H) real; adds; absent: frozen
-  Tensor do_norm;            // (H) real; adds; absent: frozen
-  Tensor dinitial_state;     // (documents, N, H, H) real; absent: not wanted
+  ConstTensor dy;                           // (T, N, H)
+  ConstTensor o;                            // (T, N, H)
+  ConstTensor dfinal_state;                 // (documents, N, H, H) real; absent: zero
+  Tensor dq_in;                             // (T, P)
+  Tensor dk_in;                             // (T, P)
+  Tensor dv_in;                             // (T, P)
+  Tensor df;                                // (T, P)
+  Tensor db;                                // (T, N)
+  Tensor dgate;                             // (T, P)
+  Tensor dq_conv;                           // (P, 1, k) real; adds; absent: frozen
+  Tensor dk_conv;                           // (P, 1, k) real; adds; absent: frozen
+  Tensor dv_conv;                           // (P, 1, k) real; adds; absent: frozen
+  Tensor da_log;                            // (N) real; adds; absent: frozen
+  Tensor ddt_bias;                          // (N, H) real; adds; absent: frozen
+  Tensor do_norm;                           // (H) real; adds; absent: frozen
+  Tensor dinitial_state;                    // (documents, N, H, H) real; absent: not wanted
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const;
   void take_scratch(Context& ctx) const;
@@ -83,19 +83,20 @@ struct KdaAttentionBackward {
 // found without a list. A tile is the rows of one chunk of one head, padded to 64 rows and to a width of 32 or 128.
 struct KdaTiles {
   std::int64_t slots, width;
-  Tensor w, q, k;        // (slots, N, 64, width)   W, s Qin, Kout
-  Tensor u;              // (slots, N, width, 64)   U; backward: then R
-  Tensor p, t;           // (slots, N, 64, 64)      P; backward: (I + L)^-1
-  Tensor decay;          // (slots, N, width) f32   exp(G_last)
-  Tensor s, ds;          // (slots, N, width, width) backward: state entering, gradient of the state leaving; (value, key)
-  Tensor do_, dr;        // (slots, N, width, 64)   backward: gradients of o and of R
-  Tensor dg, dx;         // (slots, N, 64, width) f32 backward: gradients of the decays; where they fit, over s and ds when these are used up
-  Tensor rows;           // (slots, N, 4, 64) f32   backward: norms, beta and its gradient
-  Tensor edge;           // (slots, 3, 3, P) f32    backward: gradients of the first rows before SiLU, for the chunk before
-  Tensor conv_parts;     // (slots, 3, P, 4) f32    backward: parts of the taps' gradients
-  Tensor bias_parts;     // (slots, P) f32          backward: parts of ddt_bias
-  Tensor a_log_parts;    // (slots, N) f32          backward: parts of da_log
-  Tensor norm_parts;     // (slots, N, H) f32       backward: parts of do_norm
+  Tensor w, q, k;  // (slots, N, 64, width)   W, s Qin, Kout; at the end of a backward dk, dq, Kout
+  Tensor u;        // (slots, N, width, 64)   U; backward: then R
+  Tensor p, t;     // (slots, N, 64, 64)      P; backward: (I + L)^-1
+  Tensor decay;    // (slots, N, width) f32   exp(G_last); at the end of a backward exp(G_last) rowsum(S dS')
+  Tensor s, ds;    // (slots, N, width, width) backward: state entering, gradient of the state leaving; (value, key)
+  Tensor do_, dr;  // (slots, N, width, 64)   backward: gradients of o and of R (then dZ)
+  Tensor dg,
+      dx;       // (slots, N, 64, width) f32 backward: gradients of the decays; where they fit, over s and ds when these are used up
+  Tensor rows;  // (slots, N, 4, 64) f32   backward: norms, beta and its gradient
+  Tensor edge;  // (slots, 3, 3, P) f32    backward: gradients of the first rows before SiLU, for the chunk before
+  Tensor conv_parts;   // (slots, 3, P, 4) f32    backward: parts of the taps' gradients
+  Tensor bias_parts;   // (slots, P) f32          backward: parts of ddt_bias
+  Tensor a_log_parts;  // (slots, N) f32          backward: parts of da_log
+  Tensor norm_parts;   // (slots, N, H) f32       backward: parts of do_norm
   KdaTiles(Stack& scratch, const KdaAttention& x, bool backward);
 };
 
@@ -109,12 +110,18 @@ void kda_attention(Context&, const KdaAttentionBackward&);
 }  // namespace cuda
 
 inline void kda_attention(Context& ctx, const KdaAttentionForward& a) {
-  dispatch(ctx, "kda_attention forward", a, [&] { cpu::kda_attention(ctx, a); },
-           [&] { if constexpr (kHasCuda) cuda::kda_attention(ctx, a); });
+  dispatch(
+      ctx, "kda_attention forward", a, [&] { cpu::kda_attention(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::kda_attention(ctx, a);
+      });
 }
 inline void kda_attention(Context& ctx, const KdaAttentionBackward& a) {
-  dispatch(ctx, "kda_attention backward", a, [&] { cpu::kda_attention(ctx, a); },
-           [&] { if constexpr (kHasCuda) cuda::kda_attention(ctx, a); });
+  dispatch(
+      ctx, "kda_attention backward", a, [&] { cpu::kda_attention(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::kda_attention(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

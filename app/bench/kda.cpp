@@ -31,8 +31,7 @@ void bench_kda(const Ceilings& ceilings, const Report& report) {
                               .norm_eps = 1e-5,
                               .documents = b.documents(starts),
                               .initial_state = {}};
-    const ops::KdaAttentionForward forward{
-        .x = x, .o = b.empty(bf16, {T, N, H}), .y = b.empty(bf16, {T, N, H}), .final_state = {}};
+    const ops::KdaAttentionForward forward{.x = x, .o = b.empty(bf16, {T, N, H}), .y = b.empty(bf16, {T, N, H}), .final_state = {}};
     const ops::KdaAttentionBackward backward{.x = x,
                                              .dy = b.normal(bf16, {T, N, H}),
                                              .o = forward.o,
@@ -64,9 +63,12 @@ void bench_kda(const Ceilings& ceilings, const Report& report) {
     ops::KdaTiles without_states = tiles;
     without_states.s = none;
     report(b.time("  of it prepare", shape, flops / 2, bytes, [&] { ops::cuda::kda_prepare(b.context(), x, tiles); }));
-    report(b.time("  of it scan", shape, flops / 2, bytes, [&] { ops::cuda::kda_scan(b.context(), x, without_states, forward.o, none); }));
-    for (const Tensor& t : {tiles.do_, tiles.dr, tiles.ds}) ops::copy(b.context(), ops::Copy{.x = b.normal(bf16, t.shape, 0.1), .y = t});
-    report(b.time("  of it scan, states kept", shape, flops / 2, bytes, [&] { ops::cuda::kda_scan(b.context(), x, tiles, none, none); }));
+    report(b.time("  of it scan", shape, flops / 2, bytes,
+                  [&] { ops::cuda::kda_scan(b.context(), x, without_states, forward.o, none); }));
+    for (const Tensor& t : {tiles.do_, tiles.dr, tiles.ds})
+      ops::copy(b.context(), ops::Copy{.x = b.normal(bf16, t.shape, 0.1), .y = t});
+    report(b.time("  of it scan, states kept", shape, flops / 2, bytes,
+                  [&] { ops::cuda::kda_scan(b.context(), x, tiles, none, none); }));
     report(b.time("  of it gradients", shape, flops, 2 * bytes, [&] { ops::cuda::kda_gradients(b.context(), backward, tiles); }));
   }
 }

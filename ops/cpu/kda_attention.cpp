@@ -11,7 +11,7 @@ namespace {
 
 // What the delta rule is given, in scratch of the context.
 struct Inputs {
-  Tensor q, k, v, g;  // (T, N, H), g real
+  Tensor q, k, v, g;      // (T, N, H), g real
   Tensor q_r, k_r, beta;  // (T, N) real
   Inputs(Context& ctx, const KdaAttention& x) {
     const Shape heads{x.T(), x.N(), x.H()}, head{x.T(), x.N()};
@@ -118,8 +118,8 @@ void cpu::kda_attention(Context& ctx, const KdaAttentionBackward& a) {
     cpu::head_l2(ctx, HeadL2Backward{.dy = dk, .y = in.k, .r = in.k_r, .dx = dk});
   }
   auto convolve = [&](Tensor dy, ConstTensor u, ConstTensor w, Tensor du, Tensor dw) {
-    cpu::short_conv(
-        ctx, ShortConvBackward{.dy = dy.reshape(u.shape), .u = u, .w = w, .du = du, .dw = dw, .documents = x.documents});
+    cpu::short_conv(ctx,
+                    ShortConvBackward{.dy = dy.reshape(u.shape), .u = u, .w = w, .du = du, .dw = dw, .documents = x.documents});
   };
   convolve(dq, x.q_in, x.q_conv, a.dq_in, a.dq_conv);
   convolve(dk, x.k_in, x.k_conv, a.dk_in, a.dk_conv);

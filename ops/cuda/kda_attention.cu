@@ -1,11 +1,11 @@
 // kda_attention.cu -- KDA forward in three launches: prepare (chunks in parallel), scan (chunks in order, the state in registers),
-// gated norm. bf16 multiplies on tensor cores; f32 runs the same kernels with FFMA products.
-#include "ops/kda_attention.h"
-
+// gated norm. bf16 multiplies on tensor cores; f32 runs the same kernels with FFMA products. Straight-line code is kept short:
+// these kernels run each instruction once a block, and took twice the time when they did not fit the instruction cache.
 #include <algorithm>
 
 #include "ops/cuda/kda_chunk.cuh"
 #include "ops/cuda/launch.cuh"
+#include "ops/kda_attention.h"
 
 namespace moetrain::ops {
 namespace {
@@ -179,8 +179,10 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(S) == 2 ? 2 : 1)
   for (int at = int(threadIdx.x); at < kRows * kRows / 2; at += kChunkThreads) {
     const int i = at / (kRows / 2), j = at % (kRows / 2) * 2;
     const float* from = inverse + i * kSquareStride + j;
-    if (j / kSub <= i / kSub) put<S, kRows>(t, i, j, from[0], from[1]);
-    else put<S, kRows>(t, i, j, 0, 0);
+    if (j / kSub <= i / kSub)
+      put<S, kRows>(t, i, j, from[0], from[1]);
+    else
+      put<S, kRows>(t, i, j, 0, 0);
   }
   __syncthreads();  // waits for the inverse as operand, and for the readers of its f32
 
@@ -227,14 +229,15 @@ struct ScanArgs {
 template <class S, int kWidth, bool kKeep>
 struct ScanShared {
   static constexpr int kTile = kRows * kWidth;
-  static constexpr int stage_elements(int warps) { return kTile * (kKeep ? 2 : 3) + (kKeep ? 0 : kRows * kRows) + warps * 16 * kRows; }
+  static constexpr int stage_elements(int warps) {
+    return kTile * (kKeep ? 2 : 3) + (kKeep ? 0 : kRows * kRows) + warps * 16 * kRows;
+  }
   static constexpr int stage_bytes(int warps) { return stage_elements(warps) * int(sizeof(S)) + kWidth * 4; }
 };
 
 // grid (kWidth / (16 warps), N, documents), block (32 (warps + 1)): a warp holds S^T of 16 values; the last one brings the tiles.
 template <class S, int kWidth, bool kKeep>
-__global__ void __launch_bounds__(160)
-    kda_attention_scan_kernel(const ScanArgs<S> a, int stages) {
+__global__ void __launch_bounds__(160) kda_attention_scan_kernel(const ScanArgs<S> a, int stages) {
   using Shared = ScanShared<S, kWidth, kKeep>;
   constexpr int kTile = Shared::kTile;
   extern __shared__ __align__(128) unsigned char shared[];
@@ -360,8 +363,8 @@ __global__ void __launch_bounds__(160)
 
 // grid (ceil(T N / 8)), block (256): a warp a row of a head, four elements a lane.
 template <class S>
-__global__ void kda_attention_norm_kernel(const S* __restrict__ o, const S* __restrict__ gate, const float* __restrict__ w, S* __restrict__ y,
-                                          std::int64_t rows, int H, float eps, bool packs) {
+__global__ void kda_attention_norm_kernel(const S* __restrict__ o, const S* __restrict__ gate, const float* __restrict__ w,
+                                          S* __restrict__ y, std::int64_t rows, int H, float eps, bool packs) {
   const int lane = int(threadIdx.x) % kWarp;
   const std::int64_t row = std::int64_t(blockIdx.x) * (kChunkThreads / kWarp) + threadIdx.x / kWarp;
   if (row >= rows) return;
@@ -379,7 +382,8 @@ __global__ void kda_attention_norm_kernel(const S* __restrict__ o, const S* __re
   Pack<S, 4> ys;
   for (int i = 0; i < 4; ++i)
     ys.at[i] = from_float<S>(d + i < H ? w[d + i] * (to_float(os.at[i]) * root) * sigmoid(to_float(gates.at[i])) : 0.0F);
-  if (packs && d < H) store<4>(y + row * H + d, ys);
+  if (packs && d < H)
+    store<4>(y + row * H + d, ys);
   else
     for (int i = 0; i < 4; ++i)
       if (d + i < H) y[row * H + d + i] = ys.at[i];
@@ -392,9 +396,11 @@ void cuda::kda_prepare(Context& ctx, const KdaAttention& x, const KdaTiles& tile
     using T = decltype(storage);
     using S = device_t<T>;
     launch(ctx, kda_attention_prepare_kernel<S, width>,
-           {dim3(unsigned(tiles.slots), unsigned(x.N())), kChunkThreads, std::size_t(PrepareShared<S, width>::kBytes)}, kda_inputs<T>(x),
-           PrepareTiles<S>{device_pointer<T>(tiles.w), device_pointer<T>(tiles.u), device_pointer<T>(tiles.q), device_pointer<T>(tiles.k),
-                           device_pointer<T>(tiles.p), device_pointer<T>(tiles.t), tiles.decay.as<float>()});
+           {dim3(unsigned(tiles.slots), unsigned(x.N())), kChunkThreads, std::size_t(PrepareShared<S, width>::kBytes)},
+           kda_inputs<T>(x),
+           PrepareTiles<S>{device_pointer<T>(tiles.w), device_pointer<T>(tiles.u), device_pointer<T>(tiles.q),
+                           device_pointer<T>(tiles.k), device_pointer<T>(tiles.p), device_pointer<T>(tiles.t),
+                           tiles.decay.as<float>()});
   });
 }
 
@@ -419,8 +425,10 @@ void cuda::kda_scan(Context& ctx, const KdaAttention& x, const KdaTiles& tiles, 
       const ScanShape shape = scan_shape(x, width, stage_bytes);
       launch(ctx, kernel, shape.grid, args, shape.stages);
     };
-    if (tiles.s.present()) run(kda_attention_scan_kernel<S, width, true>, ScanShared<S, width, true>::stage_bytes);
-    else run(kda_attention_scan_kernel<S, width, false>, ScanShared<S, width, false>::stage_bytes);
+    if (tiles.s.present())
+      run(kda_attention_scan_kernel<S, width, true>, ScanShared<S, width, true>::stage_bytes);
+    else
+      run(kda_attention_scan_kernel<S, width, false>, ScanShared<S, width, false>::stage_bytes);
   });
 }
 
@@ -432,9 +440,9 @@ void cuda::kda_attention(Context& ctx, const KdaAttentionForward& a) {
   auto norm = [&](auto storage) {
     using T = decltype(storage);
     const std::int64_t rows = a.x.T() * a.x.N();
-    launch(ctx, kda_attention_norm_kernel<device_t<T>>, {blocks(rows, kChunkThreads / kWarp), kChunkThreads}, device_pointer<T>(a.o),
-           device_pointer<T>(a.x.gate), a.x.o_norm.as<float>(), device_pointer<T>(a.y), rows, int(a.x.H()), float(a.x.norm_eps),
-           in_packs<4>(a.x.H(), {a.o, a.x.gate, a.y}));
+    launch(ctx, kda_attention_norm_kernel<device_t<T>>, {blocks(rows, kChunkThreads / kWarp), kChunkThreads},
+           device_pointer<T>(a.o), device_pointer<T>(a.x.gate), a.x.o_norm.as<float>(), device_pointer<T>(a.y), rows, int(a.x.H()),
+           float(a.x.norm_eps), in_packs<4>(a.x.H(), {a.o, a.x.gate, a.y}));
   };
   a.x.q_in.dtype == DType::f32 ? norm(float{}) : norm(bf16{});
 }

@@ -1,5 +1,6 @@
-// kda_attention_backward.cu -- KDA backward in seven launches: prepare and scan again (states and R kept), gated norm, scan in reverse,
-// all gradients of a chunk at once, what crosses chunks in the convolutions, and the sums of the parameters' parts.
+// kda_attention_backward.cu -- KDA backward in eight launches: prepare and scan again (states and R kept), gated norm, scan in
+// reverse, two for the gradients of a chunk (kda_attention_gradients.cu), what crosses chunks in the convolutions, and the
+// parameters' sums.
 #include "ops/cuda/kda_chunk.cuh"
 #include "ops/cuda/launch.cuh"
 
@@ -65,7 +66,8 @@ __global__ void __launch_bounds__(kChunkThreads) kda_attention_backward_norm_ker
       parts[row * kStride + d + i] = dy * oh * s;
       dgates.at[i] = from_float<S>(e[j][i] * oh * (1 - s));
     }
-    if (in.packs && valid && d < in.H) store<4>(a.dgate + from + d, dgates);
+    if (in.packs && valid && d < in.H)
+      store<4>(a.dgate + from + d, dgates);
     else
       for (int i = 0; i < 4; ++i)
         if (valid && d + i < in.H) a.dgate[from + d + i] = dgates.at[i];
@@ -102,7 +104,9 @@ struct ReverseArgs {
 template <class S, int kWidth>
 struct ReverseShared {
   static constexpr int kTile = kRows * kWidth;
-  static constexpr int stage_bytes(int warps) { return (3 * kTile + kRows * kRows + warps * 16 * kRows) * int(sizeof(S)) + kWidth * 4; }
+  static constexpr int stage_bytes(int warps) {
+    return (3 * kTile + kRows * kRows + warps * 16 * kRows) * int(sizeof(S)) + kWidth * 4;
+  }
 };
 
 // grid (kWidth / (16 warps), N, documents), block (32 (warps + 1)): a warp holds dS^T of 16 values; the last one brings the tiles.
@@ -203,7 +207,8 @@ __global__ void __launch_bounds__(160) kda_attention_backward_scan_kernel(const 
 
 // grid (slots, 9), block (kChunkThreads): the last rows of a chunk get what the first rows of the next one give them.
 template <class S>
-__global__ void kda_attention_backward_edges_kernel(const KdaInputs<S> in, const float* __restrict__ edge, S* dq_in, S* dk_in, S* dv_in) {
+__global__ void kda_attention_backward_edges_kernel(const KdaInputs<S> in, const float* __restrict__ edge, S* dq_in, S* dk_in,
+                                                    S* dv_in) {
   Chunk chunk;
   if (!find_chunk(in.starts, in.documents, blockIdx.x, chunk) || chunk.closes) return;
   const int s = int(blockIdx.y) / 3, row = kRows - 3 + int(blockIdx.y) % 3;
@@ -265,8 +270,8 @@ void backward(Context& ctx, const KdaAttentionBackward& a, const KdaTiles& tiles
   const dim3 chunks(unsigned(tiles.slots), unsigned(x.N()));
   launch(ctx, kda_attention_backward_norm_kernel<S, kWidth>,
          {chunks, kChunkThreads, std::size_t(kRows * kWidth * int(sizeof(S)) + kRows * (kWidth + 1) * 4)}, in,
-         NormArgs<S>{device_pointer<T>(a.dy), device_pointer<T>(a.o), in.gate, device_pointer<T>(a.dgate), device_pointer<T>(tiles.do_),
-                     tiles.norm_parts.as<float>()});
+         NormArgs<S>{device_pointer<T>(a.dy), device_pointer<T>(a.o), in.gate, device_pointer<T>(a.dgate),
+                     device_pointer<T>(tiles.do_), tiles.norm_parts.as<float>()});
   const ScanShape shape = scan_shape(x, kWidth, ReverseShared<S, kWidth>::stage_bytes);
   launch(ctx, kda_attention_backward_scan_kernel<S, kWidth>, shape.grid,
          ReverseArgs<S>{.w = device_pointer<T>(tiles.w),
@@ -300,8 +305,12 @@ void cuda::kda_attention(Context& ctx, const KdaAttentionBackward& a) {
   with_kda_types(x, tiles, [&](auto storage, auto width) { backward<decltype(storage), width>(ctx, a, tiles); });
   const std::int64_t P = x.P(), slots = tiles.slots;
   const float* taps = tiles.conv_parts.as<float>();
-  auto conv = [&](int s, Tensor to) { return Sum{taps + s * P * kTaps, real(to), slots, 3 * P * kTaps, P * kTaps, int(x.q_conv.shape[2])}; };
-  const Sums sums{{conv(0, a.dq_conv), conv(1, a.dk_conv), conv(2, a.dv_conv),
+  auto conv = [&](int s, Tensor to) {
+    return Sum{taps + s * P * kTaps, real(to), slots, 3 * P * kTaps, P * kTaps, int(x.q_conv.shape[2])};
+  };
+  const Sums sums{{conv(0, a.dq_conv),
+                   conv(1, a.dk_conv),
+                   conv(2, a.dv_conv),
                    {tiles.bias_parts.as<float>(), real(a.ddt_bias), slots, P, P, 0},
                    {tiles.a_log_parts.as<float>(), real(a.da_log), slots, x.N(), x.N(), 0},
                    {tiles.norm_parts.as<float>(), real(a.do_norm), slots * x.N(), x.H(), x.H(), 0}}};

@@ -1,5 +1,5 @@
-// kda_attention_gradients.cu -- the gradients of one chunk of one head, from the states around it: first of q, k, v and the decays (all
-// products), then, over rows, of the projected inputs. Two kernels, so that the code of each stays in the instruction cache.
+// kda_attention_gradients.cu -- the gradients of one chunk of one head, from the states around it: first of q, k, v and the decays
+// (all products), then, over rows, of the projected inputs. Two kernels, so that the code of each stays in the instruction cache.
 #include "ops/cuda/kda_chunk.cuh"
 #include "ops/cuda/launch.cuh"
 
@@ -14,7 +14,7 @@ struct ChunkGradientArgs {
   const S* r;
   S* dr;  // becomes dZ, (row, value)
   S *dq, *dk;
-  float *dg, *dx;  // decays' gradients: summed over a row and all later ones; over all earlier ones
+  float *dg, *dx;  // what a row gives to the decays of itself and all earlier rows; of all later rows
   float* carried;  // over exp(G_last): what all rows' decays get by the state that is carried through
   float* rows;     // (4, 64): 1 / |q|, 1 / |k|, beta, and beta dbeta but for what V gives
 };
@@ -33,13 +33,14 @@ struct GradientShared {
   static_assert(kBytes <= 227 * 1024);
 };
 
-// Gradients within a diagonal sub-block from the decays between its pairs, for one thread's channels: added to dq, dk, dg (before the
-// sum over rows) and to the part of beta's gradient of each row. Rolled loops over copies: only unbounded gates come here, and the
-// arrays of the others stay in registers.
+// Gradients within a diagonal sub-block from the decays between its pairs, for one thread's channels: added to dq, dk, dg (before
+// the sum over rows) and to the part of beta's gradient of each row. Rolled loops over copies: only unbounded gates come here, and
+// the arrays of the others stay in registers.
 template <class S>
-__device__ __forceinline__ void pairwise_gradients(const S* dP, const S* dL, const float* beta, int first, const float (&q_)[kSub][2],
-                                                   const float (&k_)[kSub][2], const float (&g_)[kSub][2], float (&dq_)[kSub][2],
-                                                   float (&dk_)[kSub][2], float (&dg_)[kSub][2], float (&by_beta_)[kSub]) {
+__device__ __forceinline__ void pairwise_gradients(const S* dP, const S* dL, const float* beta, int first,
+                                                   const float (&q_)[kSub][2], const float (&k_)[kSub][2],
+                                                   const float (&g_)[kSub][2], float (&dq_)[kSub][2], float (&dk_)[kSub][2],
+                                                   float (&dg_)[kSub][2], float (&by_beta_)[kSub]) {
   float q[kSub][2], k[kSub][2], g[kSub][2], dq[kSub][2] = {}, dk[kSub][2] = {}, dg[kSub][2] = {}, by_beta[kSub] = {};
 #pragma unroll
   for (int i = 0; i < kSub; ++i)
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
   if constexpr (Shared::kHere) {
     if (threadIdx.x == 0) {
       barrier_init(arrived, 1);
-      barriers_are_made();
+      fence_copies();
       constexpr int kSize = int(sizeof(S));
       barrier_expect(arrived, (kSquare + 3 * kTile + kPairs) * kSize);
       copy_whole(tiles, a.s + tile * kSquare, kSquare * kSize, arrived);
@@ -147,8 +148,7 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
 #pragma unroll
       for (int J = 0; J < kSubs; ++J)
         for (int n = 0; n < 2; ++n)
-          for (int h = 0; h < 2; ++h)
-            put<S, kWidth>(dr, 16 * J + g + 8 * h, c0 + 8 * n + t2, z[J][n][2 * h], z[J][n][2 * h + 1]);
+          for (int h = 0; h < 2; ++h) put<S, kWidth>(dr, 16 * J + g + 8 * h, c0 + 8 * n + t2, z[J][n][2 * h], z[J][n][2 * h + 1]);
     }
     __syncthreads();  // waits for dZ
   }
@@ -159,8 +159,10 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
     const int I = at >= 6 ? at - 6 : at < 1 ? 1 : at < 3 ? 2 : 3, J = at >= 6 ? at - 6 : at - I * (I - 1) / 2;
     const bool of_p = task % 2 == 0;
     Block c[2] = {};
-    if (of_p) product<Lies::transposed, Lies::straight, kRows, kRows>(c, do_, 0, 16 * I, r, 0, 16 * J, kWidth / 16);
-    else product<Lies::straight, Lies::straight, kWidth, kRows>(c, dz, 16 * I, 0, r, 0, 16 * J, kWidth / 16);
+    if (of_p)
+      product<Lies::transposed, Lies::straight, kRows, kRows>(c, do_, 0, 16 * I, r, 0, 16 * J, kWidth / 16);
+    else
+      product<Lies::straight, Lies::straight, kWidth, kRows>(c, dz, 16 * I, 0, r, 0, 16 * J, kWidth / 16);
     const float scale = of_p ? in.scale : -1.0F;
 #pragma unroll
     for (int n = 0; n < 2; ++n)
@@ -206,7 +208,7 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
   const S* dstate = Shared::kHere ? state : a.ds + tile * kSquare;
   if constexpr (Shared::kHere) {
     if (threadIdx.x == 0) {
-      barriers_are_made();
+      fence_copies();
       barrier_expect(arrived, kSquare * int(sizeof(S)));
       copy_whole(tiles, a.ds + tile * kSquare, kSquare * int(sizeof(S)), arrived);
     }
@@ -248,7 +250,8 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
           const int row = 16 * m + g + 8 * h;
           const float2 Gs = get<float, kWidth>(G, row, c), aq = get<S, kWidth>(x.aq, row, c), ak = get<S, kWidth>(x.ak, row, c),
                        ku = get<S, kWidth>(x.ku, row, c);
-          const float since[2] = {power_of_2(Gs.x), power_of_2(Gs.y)}, q[2] = {aq.x, aq.y}, k[2] = {ak.x, ak.y}, ks[2] = {ku.x, ku.y};
+          const float since[2] = {power_of_2(Gs.x), power_of_2(Gs.y)}, q[2] = {aq.x, aq.y}, k[2] = {ak.x, ak.y},
+                      ks[2] = {ku.x, ku.y};
           until[n][2 * h] = power_of_2(whole.x - Gs.x);
           until[n][2 * h + 1] = power_of_2(whole.y - Gs.y);
 #pragma unroll
@@ -341,7 +344,7 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
     a.carried[tile * kWidth + d] = sum * x.before(kSubs, d);
   }
   if (threadIdx.x < kRows) row_sums[threadIdx.x] = 0;
-  __syncthreads();  // waits for the rows, and the sums of the warps
+  __syncthreads();     // waits for the rows, and the sums of the warps
   if (!in.factored) {  // a thread owns two channels of a sub-chunk; what kd and ku held is now for sums
     const RowSums<kWidth> sums{reinterpret_cast<float*>(x.kd)};
     if (own.active) {
@@ -511,7 +514,12 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(S) == 2 ? 2 : 1)
 #pragma unroll
           for (int i = 0; i < kTaps; ++i) du[row][e] += window.tap[i][e] * dc[row + kTaps - 1 - i][e];
         }
-      store_columns(in, (s == 0 ? a.du[0] : s == 1 ? a.du[1] : a.du[2]) + chunk.first * in.P + std::int64_t(head) * in.H, kSub * own.sub, chunk.rows, own.d, du);
+      store_columns(in,
+                    (s == 0   ? a.du[0]
+                     : s == 1 ? a.du[1]
+                              : a.du[2]) +
+                        chunk.first * in.P + std::int64_t(head) * in.H,
+                    kSub * own.sub, chunk.rows, own.d, du);
       if (own.sub == 0) {
         for (int e = 0; e < 2; ++e) {
           if (own.d + e >= in.H) continue;
@@ -627,7 +635,8 @@ void cuda::kda_gradients(Context& ctx, const KdaAttentionBackward& a, const KdaT
     auto in = kda_inputs<T>(a.x);
     in.pairs = in.pairs && in_packs<2>(a.x.H(), {a.dq_in, a.dk_in, a.dv_in, a.df});
     const dim3 chunks(unsigned(tiles.slots), unsigned(a.x.N()));
-    launch(ctx, kda_attention_backward_chunk_kernel<S, width>, {chunks, kChunkThreads, std::size_t(GradientShared<S, width>::kBytes)}, in,
+    launch(ctx, kda_attention_backward_chunk_kernel<S, width>,
+           {chunks, kChunkThreads, std::size_t(GradientShared<S, width>::kBytes)}, in,
            ChunkGradientArgs<S>{.s = device_pointer<T>(tiles.s),
                                 .ds = device_pointer<T>(tiles.ds),
                                 .do_ = device_pointer<T>(tiles.do_),
@@ -640,7 +649,8 @@ void cuda::kda_gradients(Context& ctx, const KdaAttentionBackward& a, const KdaT
                                 .dx = tiles.dx.as<float>(),
                                 .carried = tiles.decay.as<float>(),
                                 .rows = tiles.rows.as<float>()});
-    launch(ctx, kda_attention_backward_inputs_kernel<S, width>, {chunks, kChunkThreads, InputGradientShared<width>::kFloats * 4}, in,
+    launch(ctx, kda_attention_backward_inputs_kernel<S, width>, {chunks, kChunkThreads, InputGradientShared<width>::kFloats * 4},
+           in,
            InputGradientArgs<S>{.dq = device_pointer<T>(tiles.q),
                                 .dk = device_pointer<T>(tiles.w),
                                 .dz = device_pointer<T>(tiles.dr),

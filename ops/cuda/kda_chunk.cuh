@@ -37,7 +37,8 @@ KdaInputs<device_t<T>> kda_inputs(const KdaAttention& x) {
   check(x.documents.on_device.present(), "kda_attention: CUDA needs the documents on the device");
   check(x.H() <= 128 && x.q_conv.shape[2] <= kTaps, "kda_attention: CUDA has heads of up to 128 and up to 4 taps",
         {{"H", x.H()}, {"taps", x.q_conv.shape[2]}});
-  check(x.P() < (1 << 24) && x.slots() <= 0x7fffffff && x.N() <= 65535 && x.documents.count() <= 65535, "kda_attention: more heads or documents than a grid has");
+  check(x.P() < (1 << 24) && x.slots() <= 0x7fffffff && x.N() <= 65535 && x.documents.count() <= 65535,
+        "kda_attention: more heads or documents than a grid has");
   return {.u = {device_pointer<T>(x.q_in), device_pointer<T>(x.k_in), device_pointer<T>(x.v_in)},
           .f = device_pointer<T>(x.f),
           .b = device_pointer<T>(x.b),
@@ -84,12 +85,14 @@ __device__ inline bool find_chunk(const std::int64_t* starts, std::int64_t docum
   return true;
 }
 
-// What a thread owns while rows are walked: two neighbouring channels of the 16 rows of one sub-chunk. Threads beyond 2 kWidth rest.
+// What a thread owns while rows are walked: two neighbouring channels of the 16 rows of one sub-chunk. Threads beyond 2 kWidth
+// rest.
 template <int kWidth>
 struct Own {
   int pair, sub, d;  // d: the first channel in the head
   bool active;
-  __device__ Own() : pair(int(threadIdx.x) % (kWidth / 2)), sub(int(threadIdx.x) / (kWidth / 2)), d(2 * pair), active(sub < kSubs) {}
+  __device__ Own()
+      : pair(int(threadIdx.x) % (kWidth / 2)), sub(int(threadIdx.x) / (kWidth / 2)), d(2 * pair), active(sub < kSubs) {}
 };
 
 // Two channels d, d + 1 of kCount rows from `first` on, of rows counted from the chunk's first; zero outside [low, high).
@@ -135,8 +138,8 @@ struct Window {
   Pack<S, 2> u[kSub + kTaps - 1];
   float tap[kTaps][2];
   __device__ __forceinline__ void load_rows(const KdaInputs<S>& in, int s, const Chunk& chunk, int head, int sub, int d) {
-    load_columns(in, in.input(s) + chunk.first * in.P + std::int64_t(head) * in.H, kSub * sub - (kTaps - 1), chunk.opens ? 0 : 1 - kTaps,
-                 chunk.rows, d, u);
+    load_columns(in, in.input(s) + chunk.first * in.P + std::int64_t(head) * in.H, kSub * sub - (kTaps - 1),
+                 chunk.opens ? 0 : 1 - kTaps, chunk.rows, d, u);
     const float* w = in.taps_of(s) + (std::int64_t(head) * in.H + d) * in.taps;
 #pragma unroll
     for (int i = 0; i < kTaps; ++i)
@@ -164,7 +167,8 @@ struct Gate {
     return -kLog2E * rate * (fmaxf(z, 0.0F) + log1pf(__expf(-fabsf(z))));
   }
   // Log decays (base 2) of a thread's rows; zero beyond the chunk's rows and the head's channels.
-  __device__ __forceinline__ void load(const KdaInputs<S>& in, const Chunk& chunk, int head, int sub, int d, float (&g)[kSub][2]) const {
+  __device__ __forceinline__ void load(const KdaInputs<S>& in, const Chunk& chunk, int head, int sub, int d,
+                                       float (&g)[kSub][2]) const {
     Pack<S, 2> f[kSub];
     load_columns(in, in.f + chunk.first * in.P + std::int64_t(head) * in.H, kSub * sub, 0, chunk.rows, d, f);
     if (in.lower_bounded) {
@@ -368,8 +372,8 @@ ScanShape scan_shape(const KdaAttention& x, int width, StageBytes stage_bytes) {
   const std::int64_t heads = x.N() * x.documents.count();
   const int warps = width == 128 && heads * 2 >= kProcessors ? 4 : 2;
   const int stages = std::min(TileRing::kMost, (224 * 1024 - TileRing::kBarrierBytes) / stage_bytes(warps));
-  return {Grid(dim3(unsigned(width / (16 * warps)), unsigned(x.N()), unsigned(x.documents.count())), dim3(unsigned(kWarp * (warps + 1))),
-               std::size_t(TileRing::kBarrierBytes + stages * stage_bytes(warps))),
+  return {Grid(dim3(unsigned(width / (16 * warps)), unsigned(x.N()), unsigned(x.documents.count())),
+               dim3(unsigned(kWarp * (warps + 1))), std::size_t(TileRing::kBarrierBytes + stages * stage_bytes(warps))),
           stages};
 }
 
@@ -377,8 +381,10 @@ ScanShape scan_shape(const KdaAttention& x, int width, StageBytes stage_bytes) {
 template <class Body>
 void with_kda_types(const KdaAttention& x, const KdaTiles& tiles, Body body) {
   auto with_width = [&](auto storage) {
-    if (tiles.width == 32) body(storage, std::integral_constant<int, 32>());
-    else body(storage, std::integral_constant<int, 128>());
+    if (tiles.width == 32)
+      body(storage, std::integral_constant<int, 32>());
+    else
+      body(storage, std::integral_constant<int, 128>());
   };
   if (x.q_in.dtype == DType::f32) return with_width(float{});
   check(x.q_in.dtype == DType::bf16, "kda_attention: CUDA has f32 and bf16 only", {{"dtype", std::int64_t(x.q_in.dtype)}});

@@ -8,8 +8,8 @@ namespace moetrain::ops::cuda {
 void kda_prepare(Context& ctx, const KdaAttention& x, const KdaTiles& tiles);
 // Walks the chunks of every document: gives o and the final state; or, with tiles.s, keeps the entering states and R instead.
 void kda_scan(Context& ctx, const KdaAttention& x, const KdaTiles& tiles, Tensor o, Tensor final_state);
-// Backward, given the entering states, R, dO, the leaving states' gradients and dR in the tiles: the gradients of the inputs, but for
-// what the next chunk's first rows give through the convolutions (tiles.edge), and the parts of the parameters' gradients.
+// Backward, given the entering states, R, dO, the leaving states' gradients and dR in the tiles: the gradients of the inputs, but
+// for what the next chunk's first rows give through the convolutions (tiles.edge), and the parts of the parameters' gradients.
 void kda_gradients(Context& ctx, const KdaAttentionBackward& a, const KdaTiles& tiles);
 
 }  // namespace moetrain::ops::cuda

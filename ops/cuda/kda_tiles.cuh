@@ -126,7 +126,8 @@ enum class Lies { straight, transposed };
 
 // c (16, 8 kBlocks) += left (16, 16 steps) right (16 steps, 8 kBlocks), both from tiles at the given row and column.
 template <Lies kLeft, Lies kRight, int kLeftWidth, int kRightWidth, int kBlocks, class S>
-__device__ __forceinline__ void product(Block (&c)[kBlocks], const S* left, int lr, int lc, const S* right, int rr, int rc, int steps) {
+__device__ __forceinline__ void product(Block (&c)[kBlocks], const S* left, int lr, int lc, const S* right, int rr, int rc,
+                                        int steps) {
   const int lane = int(threadIdx.x) % kWarp;
   constexpr bool kL = kLeft == Lies::transposed, kR = kRight == Lies::transposed;
   if constexpr (sizeof(S) == 2) {
@@ -273,7 +274,8 @@ __device__ __forceinline__ void copy_whole(void* to, const void* from, int bytes
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-__device__ __forceinline__ void barriers_are_made() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders what this thread did to shared memory (after a barrier: what all did) before the copies that it starts next.
+__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Stages of shared memory that one thread fills with whole tiles ahead of the warps that read them.
 struct TileRing {
@@ -282,13 +284,17 @@ struct TileRing {
   unsigned char* memory;
   int stages, bytes;
   __device__ TileRing(unsigned char* shared, int stages_, int bytes_, int readers)
-      : full(reinterpret_cast<std::uint64_t*>(shared)), empty(full + kMost), memory(shared + kBarrierBytes), stages(stages_), bytes(bytes_) {
+      : full(reinterpret_cast<std::uint64_t*>(shared)),
+        empty(full + kMost),
+        memory(shared + kBarrierBytes),
+        stages(stages_),
+        bytes(bytes_) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < stages; ++i) {
         barrier_init(full + i, 1);
         barrier_init(empty + i, readers);
       }
-      barriers_are_made();
+      fence_copies();
     }
     __syncthreads();  // waits for the barriers
   }
@@ -307,7 +313,7 @@ struct TileRing {
     return memory + i % stages * bytes;
   }
   __device__ __forceinline__ void release(int i) const {  // by every reading warp
-    __syncwarp();  // waits for its readers
+    __syncwarp();                                         // waits for its readers
     if (threadIdx.x % kWarp == 0) barrier_arrive(empty + i % stages);
   }
 };
