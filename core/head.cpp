@@ -9,7 +9,7 @@
 namespace moetrain::core {
 
 // On a GPU a block of tokens keeps its logits over the whole vocabulary, which saves a product, where that takes no more than
-// kDeviceBytes (2048 tokens of 163840 words in bf16: 640 MiB).
+// kDeviceBytes (2048 tokens of 163840 words in bf16: 640 MiB). On the CPU a block's logits are real: 64 MiB in f32.
 LossBlocks chosen_blocks(const LossConfig& asked, const ops::Context& ctx, DType dtype, std::int64_t V) {
   constexpr std::int64_t kDeviceBytes = 768 << 20, kHostElements = 16 << 20;
   const bool cuda = ctx.device() == Device::cuda || (ctx.dry() && ctx.plans_for == Device::cuda);

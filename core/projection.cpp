@@ -8,8 +8,12 @@ namespace moetrain::core {
 namespace {
 
 // The last dim is the row's width, everything before it rows.
-ConstTensor as_rows(ConstTensor x, std::int64_t width) { return x.present() ? x.reshape({width > 0 ? x.count() / width : x.shape[0], width}) : x; }
-Tensor as_rows(Tensor x, std::int64_t width) { return x.present() ? x.reshape({width > 0 ? x.count() / width : x.shape[0], width}) : x; }
+ConstTensor as_rows(ConstTensor x, std::int64_t width) {
+  return x.present() ? x.reshape({width > 0 ? x.count() / width : x.shape[0], width}) : x;
+}
+Tensor as_rows(Tensor x, std::int64_t width) {
+  return x.present() ? x.reshape({width > 0 ? x.count() / width : x.shape[0], width}) : x;
+}
 
 ConstTensor by_head(ConstTensor w, std::int64_t heads) { return w.reshape({heads, w.shape[0] / heads, w.shape[1]}); }
 Tensor by_head(Tensor w, std::int64_t heads) { return w.present() ? w.reshape({heads, w.shape[0] / heads, w.shape[1]}) : w; }
@@ -35,15 +39,24 @@ void project_backward(Pass& pass, int id, ConstTensor dy, ConstTensor x, Tensor 
 }
 
 void project_grouped(Pass& pass, int id, const GroupRows& groups, ConstTensor x, Tensor y) {
-  ops::grouped_linear(pass.ctx, ops::GroupedLinearForward{.x = x, .w = pass.params.weight(id), .y = y, .offsets = groups.offsets, .device_offsets = groups.device_offsets});
+  ops::grouped_linear(
+      pass.ctx,
+      ops::GroupedLinearForward{
+          .x = x, .w = pass.params.weight(id), .y = y, .offsets = groups.offsets, .device_offsets = groups.device_offsets});
 }
 
 void project_grouped_backward(Pass& pass, int id, const GroupRows& groups, ConstTensor dy, ConstTensor x, Tensor dx, bool add_dx) {
   const auto [dw, write] = pass.params.first_gradient(id);
   if (!dw.present() && !dx.present()) return;
-  ops::grouped_linear(pass.ctx, ops::GroupedLinearBackward{
-                                    .dy = dy, .x = x, .w = pass.params.weight(id), .dx = dx, .dw = dw,
-                                    .offsets = groups.offsets, .device_offsets = groups.device_offsets, .add_dx = add_dx, .write_dw = write});
+  ops::grouped_linear(pass.ctx, ops::GroupedLinearBackward{.dy = dy,
+                                                           .x = x,
+                                                           .w = pass.params.weight(id),
+                                                           .dx = dx,
+                                                           .dw = dw,
+                                                           .offsets = groups.offsets,
+                                                           .device_offsets = groups.device_offsets,
+                                                           .add_dx = add_dx,
+                                                           .write_dw = write});
 }
 
 void project_heads(Pass& pass, int id, const HeadSlice& s, ConstTensor x, Tensor y) {

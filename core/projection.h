@@ -1,7 +1,8 @@
 // projection.h -- the one place where a named weight multiplies: what is done to a weight's product (an adapter, a tensor cut, a
 // cached result) attaches here and nowhere else.
 //
-// The weight of parameter `id` must be gathered. Its gradient adds; a frozen parameter gets none, and an absent dx is not computed.
+// The weight of parameter `id` must be gathered. Its gradient adds, or writes where it is the first of a step; a frozen parameter
+// gets none, and an absent dx is not computed.
 #pragma once
 #include <span>
 

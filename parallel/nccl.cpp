@@ -17,11 +17,16 @@ using Clock = std::chrono::steady_clock;
 
 ncclDataType_t type_of(DType t) {
   switch (t) {
-    case DType::f32: return ncclFloat32;
-    case DType::f64: return ncclFloat64;
-    case DType::i32: return ncclInt32;
-    case DType::i64: return ncclInt64;
-    default: fail("nccl: no such element", {{"dtype", std::int64_t(t)}});
+    case DType::f32:
+      return ncclFloat32;
+    case DType::f64:
+      return ncclFloat64;
+    case DType::i32:
+      return ncclInt32;
+    case DType::i64:
+      return ncclInt64;
+    default:
+      fail("nccl: no such element", {{"dtype", std::int64_t(t)}});
   }
 }
 
@@ -41,13 +46,16 @@ class Nccl final : public Communicator {
   ~Nccl() override {
     if (!comm_) return;
     // A rank that leaves by an exception does not wait for others that may be gone.
-    if (std::uncaught_exceptions() > 0) ncclCommAbort(comm_);
-    else ncclCommDestroy(comm_);
+    if (std::uncaught_exceptions() > 0)
+      ncclCommAbort(comm_);
+    else
+      ncclCommDestroy(comm_);
   }
   std::unique_ptr<Communicator> subgroup(std::span<const int> members) override {
     return make(host_->subgroup(members), stream_, timeout_s_);
   }
-  static std::unique_ptr<Communicator> make(std::unique_ptr<Communicator> host, std::shared_ptr<cuda::Stream> stream, double timeout_s) {
+  static std::unique_ptr<Communicator> make(std::unique_ptr<Communicator> host, std::shared_ptr<cuda::Stream> stream,
+                                            double timeout_s) {
     if (host->size() == 1) return solo(Device::cuda);
     return std::make_unique<Nccl>(std::move(host), std::move(stream), timeout_s);
   }
@@ -115,13 +123,15 @@ class Nccl final : public Communicator {
 
   void do_all_gather(std::span<const Gather> pieces) override {
     queued("all-gather", [&] {
-      for (const auto& p : pieces) ok(ncclAllGather(p.send, p.receive, std::size_t(p.bytes), ncclInt8, comm_, stream_->get()), "all-gather");
+      for (const auto& p : pieces)
+        ok(ncclAllGather(p.send, p.receive, std::size_t(p.bytes), ncclInt8, comm_, stream_->get()), "all-gather");
     });
   }
   void do_reduce_scatter(std::span<const Scatter> pieces) override {
     queued("reduce-scatter", [&] {
       for (const auto& p : pieces)
-        ok(ncclReduceScatter(p.send, p.receive, std::size_t(p.count), type_of(p.dtype), ncclSum, comm_, stream_->get()), "reduce-scatter");
+        ok(ncclReduceScatter(p.send, p.receive, std::size_t(p.count), type_of(p.dtype), ncclSum, comm_, stream_->get()),
+           "reduce-scatter");
     });
   }
   void do_all_reduce(Tensor v, Reduction reduction) override {
@@ -136,15 +146,18 @@ class Nccl final : public Communicator {
       std::int64_t from = 0, to = 0;
       for (int r = 0; r < size(); ++r) {
         const auto out = send_bytes[std::size_t(r)], in = receive_bytes[std::size_t(r)];
-        if (out > 0) ok(ncclSend(static_cast<const std::byte*>(send) + from, std::size_t(out), ncclInt8, r, comm_, stream_->get()), "send");
-        if (in > 0) ok(ncclRecv(static_cast<std::byte*>(receive) + to, std::size_t(in), ncclInt8, r, comm_, stream_->get()), "receive");
+        if (out > 0)
+          ok(ncclSend(static_cast<const std::byte*>(send) + from, std::size_t(out), ncclInt8, r, comm_, stream_->get()), "send");
+        if (in > 0)
+          ok(ncclRecv(static_cast<std::byte*>(receive) + to, std::size_t(in), ncclInt8, r, comm_, stream_->get()), "receive");
         from += out;
         to += in;
       }
     });
   }
   void do_broadcast(void* data, std::int64_t bytes, int root) override {
-    queued("broadcast", [&] { ok(ncclBroadcast(data, data, std::size_t(bytes), ncclInt8, root, comm_, stream_->get()), "broadcast"); });
+    queued("broadcast",
+           [&] { ok(ncclBroadcast(data, data, std::size_t(bytes), ncclInt8, root, comm_, stream_->get()), "broadcast"); });
   }
   void do_barrier() override {
     settle();

@@ -13,17 +13,20 @@ BenchCase::BenchCase(const Ceilings& ceilings)
     : blas_(ops::make_blas(scratch_memory_)), ctx_{.scratch = scratch_, .blas = blas_.get()}, ceilings_(ceilings) {}
 
 Tensor BenchCase::normal(DType dtype, Shape shape, double deviation, double mean) {
-  constexpr std::int64_t kBlock = (1 << 20) + 7;  // elements; odd, so that rows do not repeat
+  constexpr std::int64_t kBlock = (1 << 20) + 7;  // elements; a prime, so that no two rows of a large tensor are alike
   const Tensor t = tensors_.take(dtype, shape);
   std::vector<std::byte> host(std::size_t(std::min(kBlock, t.count()) * size_of(dtype)));
   for (std::int64_t i = 0; i < std::min(kBlock, t.count()); ++i) {
     const double v = mean + deviation * ops::normal(7, stream_, std::uint64_t(i));
-    if (dtype == DType::bf16) reinterpret_cast<bf16*>(host.data())[i] = bf16(v);
-    else reinterpret_cast<float*>(host.data())[i] = float(v);
+    if (dtype == DType::bf16)
+      reinterpret_cast<bf16*>(host.data())[i] = bf16(v);
+    else
+      reinterpret_cast<float*>(host.data())[i] = float(v);
   }
   ++stream_;
   for (std::int64_t at = 0; at < t.bytes(); at += std::int64_t(host.size()))
-    copy_to_device(Device::cuda, static_cast<std::byte*>(t.data) + at, host.data(), std::min(std::int64_t(host.size()), t.bytes() - at));
+    copy_to_device(Device::cuda, static_cast<std::byte*>(t.data) + at, host.data(),
+                   std::min(std::int64_t(host.size()), t.bytes() - at));
   return t;
 }
 
@@ -56,7 +59,11 @@ Figure BenchCase::time(std::string op, std::string shape, double flops, double b
     ms.push_back(after.ms_since(before));
   }
   std::sort(ms.begin(), ms.end());
-  return {std::move(op), std::move(shape), double(ms[ms.size() / 2]), flops, bytes,
+  return {std::move(op),
+          std::move(shape),
+          double(ms[ms.size() / 2]),
+          flops,
+          bytes,
           scratch_memory_.peak() - scratch_memory_.now(Category::workspace)};
 }
 

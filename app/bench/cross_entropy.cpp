@@ -15,7 +15,8 @@ void bench_cross_entropy(const Ceilings& ceilings, const Report& report) {
     std::vector<std::int32_t> ids(std::size_t(T), 0);
     for (std::size_t t = 0; t < ids.size(); ++t) ids[t] = std::int32_t(t * 7919 % V);
     const Tensor labels = b.of(ids, {T});
-    const double products = 3 * 2.0 * double(T) * double(V) * double(D), bytes = 2.0 * double(2 * T * D + V * D) + 8.0 * double(V * D);
+    const double products = 3 * 2.0 * double(T) * double(V) * double(D),
+                 bytes = 2.0 * double(2 * T * D + V * D) + 8.0 * double(V * D);
     const std::string shape = "N" + std::to_string(T) + " V" + std::to_string(V) + " D" + std::to_string(D);
     {
       Scope scope(b.stack());
@@ -30,9 +31,15 @@ void bench_cross_entropy(const Ceilings& ceilings, const Report& report) {
     };
     for (const Cut& cut : {Cut{2048, V}, Cut{1024, V}, Cut{2048, 8192}})
       report(b.time("cross_entropy " + std::to_string(cut.seq) + " x " + std::to_string(cut.vocab), shape, products, bytes, [&] {
-        ops::cross_entropy(b.context(), ops::CrossEntropy{.hidden = hidden, .weight = weight, .labels = labels, .seq_chunk = cut.seq,
-                                                          .vocab_chunk = cut.vocab, .gradient_scale = 1.0 / double(T), .loss = loss,
-                                                          .dhidden = dhidden, .dweight = dweight});
+        ops::cross_entropy(b.context(), ops::CrossEntropy{.hidden = hidden,
+                                                          .weight = weight,
+                                                          .labels = labels,
+                                                          .seq_chunk = cut.seq,
+                                                          .vocab_chunk = cut.vocab,
+                                                          .gradient_scale = 1.0 / double(T),
+                                                          .loss = loss,
+                                                          .dhidden = dhidden,
+                                                          .dweight = dweight});
       }));
   }
 }

@@ -57,7 +57,12 @@ ExitCode bench(const BenchArguments& arguments) {
   const auto report = [&](const Figure& f) {
     const double floor_ms = 1e3 * std::max(f.flops / ceilings.bf16_flops_per_s, f.bytes / ceilings.copy_bytes_per_s);
     if (!arguments.json) return print_line(f, floor_ms);
-    lines.push_back({{"op", f.op}, {"shape", f.shape}, {"ms", f.ms}, {"floor_ms", floor_ms}, {"flops", f.flops}, {"bytes", f.bytes},
+    lines.push_back({{"op", f.op},
+                     {"shape", f.shape},
+                     {"ms", f.ms},
+                     {"floor_ms", floor_ms},
+                     {"flops", f.flops},
+                     {"bytes", f.bytes},
                      {"scratch_bytes", f.scratch_bytes}});
   };
   for (const Named& b : kBenches)
