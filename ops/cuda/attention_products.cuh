@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "ops/cuda/tensor_copy.cuh"
+#include "ops/cuda/instructions.cuh"
 #include "ops/cuda/tensor_cores.cuh"
 
 namespace moetrain::ops::cuda {

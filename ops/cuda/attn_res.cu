@@ -3,9 +3,9 @@
 #include <array>
 
 #include "ops/attn_res.h"
+#include "ops/cuda/instructions.cuh"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/storage.cuh"
-#include "ops/cuda/tensor_copy.cuh"
 
 namespace moetrain::ops {
 namespace {
@@ -54,27 +54,20 @@ struct Staged {
   __device__ const X* row(int n) const { return n < staged ? shared + n * D : rows[n] + offset; }
 };
 
-// Queues the copy of a multiple of 16 bytes, aligned to 16 at both ends; the barrier hears of them.
-__device__ void copy_row(const void* to, const void* from, int bytes, std::uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
-               "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
-}
-
 // The staged rows come to shared memory by the copy engine: one thread requests them, every thread awaits them. Or each thread
 // brings the columns that it alone will read, where rows are not in packs.
 template <int kCount, class X>
 __device__ void request(const Staged<X>& s, std::uint64_t* barrier) {
   if constexpr (kCount > 1) {
     const int bytes = int(s.D) * int(sizeof(X));
-    barrier_arrive_and_expect(shared_address(barrier), s.staged * bytes);
-    for (int n = 0; n < s.staged; ++n) copy_row(s.shared + n * s.D, s.rows[n] + s.offset, bytes, barrier);
+    arrive_and_expect(barrier, s.staged * bytes);
+    for (int n = 0; n < s.staged; ++n) copy_bytes(s.shared + n * s.D, s.rows[n] + s.offset, bytes, barrier);
   }
 }
 template <int kCount, class X>
 __device__ void await(const Staged<X>& s, std::uint64_t* barrier, unsigned int parity) {
   if constexpr (kCount > 1) {
-    barrier_wait(shared_address(barrier), parity);
+    wait(barrier, parity);
   } else {
     for (int n = 0; n < s.staged; ++n)
       for (std::int64_t d = threadIdx.x; d < s.D; d += blockDim.x) s.shared[n * s.D + d] = s.rows[n][s.offset + d];
@@ -135,7 +128,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   if constexpr (kHeld > 0) for_packs<kHeld, kCount>(D, [&](int p, std::int64_t d) { held[p] = load<kCount>(c + d); });
 
   if (threadIdx.x == 0) {
-    barrier_init(shared_address(&barrier[0]), 1), barrier_init(shared_address(&barrier[1]), 1), fence_barrier_init();
+    barrier_init(&barrier[0], 1), barrier_init(&barrier[1], 1), barriers_are_initialised();
     request<kCount>(rows_of_token(blockIdx.x, 0), &barrier[0]);
   }
   __syncthreads();  // waits for the barriers of the copies
@@ -243,7 +236,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   const std::int64_t first = std::int64_t(threadIdx.x) * kCount, step = std::int64_t(blockDim.x) * kCount;
   if (dc_parts)
     for (std::int64_t d = first; d < D; d += step) store<kCount>(dc + d, Floats<kCount>{});
-  if (threadIdx.x == 0) barrier_init(shared_address(&barrier), 1), fence_barrier_init();
+  if (threadIdx.x == 0) barrier_init(&barrier, 1), barriers_are_initialised();
 
   unsigned int parity = 0;
   for (std::int64_t t = blockIdx.x; t < T; t += gridDim.x, parity ^= 1) {
@@ -440,10 +433,9 @@ void cuda::attn_res(Context& ctx, const AttnResForward& a) {
     using X = decltype(storage);
     constexpr int kPack = kPackOf<X>;
     const ConstTensor w = a.norm ? a.norm->w : ConstTensor{}, normed = a.norm ? ConstTensor(a.norm->y) : ConstTensor{};
-    constexpr std::int64_t kMostHeld = kHeldPacks * kPack * kMostThreads;
     const std::int64_t D = a.y.shape[1];
     if (!all_in_packs<kPack>(D, {a.y, w, normed}, a.sources)) return forward<X, 1, 0>(ctx, a);
-    D <= kMostHeld ? forward<X, kPack, kHeldPacks>(ctx, a) : forward<X, kPack, 0>(ctx, a);
+    D <= kMostThreads* kPack* kHeldPacks ? forward<X, kPack, kHeldPacks>(ctx, a) : forward<X, kPack, 0>(ctx, a);
   });
 }
 
@@ -452,7 +444,7 @@ void cuda::attn_res(Context& ctx, const AttnResBackward& a) {
   with_storage(a.dy.dtype, [&](auto storage) {
     using X = decltype(storage);
     constexpr int kPack = kPackOf<X, float>;  // the gradients of the sources are most of what moves
-    const bool packed = all_in_packs<kPackOf<X>>(a.dy.shape[1], {a.dy}, a.sources, a.dsources);  // rows of whole 16 bytes
+    const bool packed = all_in_packs<kPackOf<X>>(a.dy.shape[1], {a.dy}, a.sources, a.dsources);  // rows of whole 16 bytes are copied
     packed ? backward<X, kPack>(ctx, a) : backward<X, 1>(ctx, a);
   });
 }

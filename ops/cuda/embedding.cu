@@ -12,7 +12,7 @@ namespace {
 using namespace cuda;  // NOLINT: the helpers of this backend
 
 constexpr unsigned int kThreads = 128;
-constexpr int kTogether = 8;  // rows under way before the first is added: text has few ids that come often
+constexpr int kTogether = 4;  // rows loaded before they are added
 
 // grid (blocks of kThreads), block (kThreads)
 __global__ void embedding_positions_kernel(std::int32_t* position, std::int64_t T) {
@@ -30,18 +30,17 @@ __global__ void embedding_backward_kernel(const std::int32_t* __restrict__ ids, 
   float* to = dtable + id * D + d;
   auto sum = load<kCount>(to);
   for (std::int64_t at = first;; at += kTogether) {
-    bool same[kTogether];  // true, then false: ids are sorted
-    Pack<X, kCount> dys[kTogether];
-#pragma unroll
-    for (int r = 0; r < kTogether; ++r) same[r] = at + r < T && ids[at + r] == id;
-#pragma unroll
-    for (int r = 0; r < kTogether; ++r)
-      if (same[r]) dys[r] = load<kCount>(dy + position[at + r] * D + d);
+    int rows = 0;
+    while (rows < kTogether && at + rows < T && ids[at + rows] == id) ++rows;
+    Floats<kCount> dys[kTogether];
 #pragma unroll
     for (int r = 0; r < kTogether; ++r)
-      if (same[r])
-        for (int i = 0; i < kCount; ++i) sum.at[i] += to_float(dys[r].at[i]);
-    if (!same[kTogether - 1]) break;
+      if (r < rows) dys[r] = load_floats<kCount>(dy + position[at + r] * D + d);
+#pragma unroll
+    for (int r = 0; r < kTogether; ++r)
+      if (r < rows)
+        for (int i = 0; i < kCount; ++i) sum.at[i] += dys[r].at[i];
+    if (rows < kTogether) break;
   }
   store<kCount>(to, sum);
 }

@@ -100,13 +100,11 @@ __device__ void produce(const CUtensorMap& a, const CUtensorMap& b, const CUtens
           copy_box_to(kBoth, to_b + box * kLine, &b, full, k, t.begin + box);
       }
       if constexpr (kPass == Pass::wgrad)
-        if (add) {  // dw comes nearer during the last products, little by little: sooner, it would have left L2 again
+        if (add) {  // dw comes nearer while its products are made, little by little: all blocks want theirs at the same time
           constexpr int kBoxes = kColumns / kSumBox * 2;
-          const int last = min(depth_blocks, kBoxes), of_last = block - (depth_blocks - last);
-          if (of_last >= 0)
 #pragma unroll 1
-            for (int box = of_last * kBoxes / last; box < (of_last + 1) * kBoxes / last; ++box)
-              prefetch_box(&dw, t.column + box / 2 * kSumBox, t.row + box % 2 * 64, t.group);
+          for (int box = block * kBoxes / depth_blocks; box < (block + 1) * kBoxes / depth_blocks; ++box)
+            prefetch_box(&dw, t.column + box / 2 * kSumBox, t.row + box % 2 * 64, t.group);
         }
       if (block == 0 && rank == 0)
         tell(shared_address(&shared.drawn[slot]), told, 1, next);  // early: the other will not wait for it
