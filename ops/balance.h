@@ -2,18 +2,19 @@
 //
 // expert_count        counts[e] += number of slots (t, k) with experts[t,k] = e
 // quantile_histogram  low = min(bias) - 1, high = max(bias) + 1, width = (high - low) / bins
-//                     needed[t,e] = cutoff[t] - s[t,e], s = sigmoid(logits): the bias with which expert e would just have been
-//                     chosen histogram[e, floor((needed - low) / width)] += 1, clamped into the end bins (NaN into the first)
+//                     needed[t,e] = cutoff[t] - s[t,e], s = sigmoid(logits): with this bias expert e would just have been chosen;
+//                     histogram[e, floor((needed - low) / width)] += 1, clamped into the end bins (NaN into the first)
 // quantile_update     m = sum of a row of the histogram (tokens); rank = K m / E
 //                     bias[e] = low + width (n + (rank - before) / count), n the first bin whose cumulated count reaches rank,
 //                     before the tokens in bins below it, count its own; then bias -= mean(bias). No tokens: bias stays.
 // sign_update         bias[e] += rate sign(mean(counts) - counts[e])
 // auxiliary_loss      P[t,e] = s[t,e] / (sum_e s[t,e] + 1e-20); for a group of n tokens f[e] = its slots of e / (n K), or
 //                     counts[e] / sum(counts) when given; loss += scale * sum_groups E sum_e f[e] mean_t P[t,e]
-//                     dP[t,e] = scale E f[e] / n, f held constant; dlogits[t,e] += (dP[t,e] - sum_j dP[t,j] P[t,j]) P[t,e] (1 -
-//                     s[t,e]) A group of no tokens, and a count of nothing, add nothing.
-// z_loss              z[t] = log sum_e exp(logits[t,e]); loss += scale sum_t z[t]^2; dlogits[t,e] += 2 scale z[t] exp(logits[t,e] -
-// z[t])
+//                     dP[t,e] = scale E f[e] / n, f held constant;
+//                     dlogits[t,e] += (dP[t,e] - sum_j dP[t,j] P[t,j]) P[t,e] (1 - s[t,e]).
+//                     A group of no tokens, and a count of nothing, add nothing.
+// z_loss              z[t] = log sum_e exp(logits[t,e]); loss += scale sum_t z[t]^2;
+//                     dlogits[t,e] += 2 scale z[t] exp(logits[t,e] - z[t])
 //
 // Tensors called real are f32 or f64. Bins, quantiles and the sums over tokens are f64; rows are computed in the type of logits; a
 // score is computed as ops/router does. Nothing aliases. Counts are integers and so exact however tokens are cut into

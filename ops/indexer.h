@@ -84,7 +84,9 @@ struct IndexerLoss {
   bool on_tensor_cores() const {            // of a CUDA device
     return q.dtype == DType::bf16 && q.shape[1] <= 64 && q.shape[2] == 128 && q.shape[0] <= cuda::kMostListedKeys;
   }
-  // Of the CUDA backend, which holds some query rows at a time: the products of their pairs, or the gradients of these.
+  // Of the CUDA backend, which holds some query rows at a time: the products of their pairs, or the gradients of these. Blocks at
+  // once, four a multiprocessor of an H200; scores of a row that a block on tensor cores holds itself.
+  static constexpr std::int64_t kBlocks = 528, kHeldScores = 8192;
   struct Scratch {
     Tensor row_loss;                        // (T)
     Tensor scores;                          // (rows or blocks, W)
@@ -98,18 +100,18 @@ struct IndexerLoss {
     constexpr std::int64_t kBytes = std::int64_t(256) << 20, f32 = 4, i32 = 4, kSMs = 132;
     const std::int64_t T = q.shape[0], J = q.shape[1], H = q.shape[2], W = target.shape[1], keys = dq.present() ? T : 0;
     const bool tiles = on_tensor_cores();
-    constexpr std::int64_t kHeads = 64, kHeld = 8192;  // of a pair; scores that a block holds itself
+    constexpr std::int64_t kHeads = 64;  // of a pair
     const std::int64_t a_row = tiles ? W * (2 * kHeads + 3 * f32) : J * W * f32 + T * i32;
     const std::int64_t fit = std::clamp<std::int64_t>(kBytes / std::max<std::int64_t>(a_row, 1), 1, std::max<std::int64_t>(T, 1));
     if (!tiles)
       return {.row_loss = ctx.scratch.take(DType::f32, {T}),
-              .scores = ctx.scratch.take(DType::f32, {std::min(fit, 4 * kSMs), W}),
+              .scores = ctx.scratch.take(DType::f32, {std::min(fit, kBlocks), W}),
               .u = ctx.scratch.take(DType::f32, {fit, J, W}),
               .slots = ctx.scratch.take(DType::i32, {keys, fit}),
               .dk = ctx.scratch.take(DType::f32, {keys, H})};
     const std::int64_t rows = fit < kSMs ? fit : std::min(fit / kSMs, std::int64_t(8)) * kSMs;
     return {.row_loss = ctx.scratch.take(DType::f32, {T}),
-            .scores = ctx.scratch.take(DType::f32, {W > kHeld ? rows : 0, W}),
+            .scores = ctx.scratch.take(DType::f32, {W > kHeldScores ? rows : 0, W}),
             .pairs = ctx.scratch.take(DType::bf16, {dq.present() ? rows : 0, W, kHeads}),
             .listed = ctx.scratch.take(DType::i32, {rows, W}),
             .counts = ctx.scratch.take(DType::i32, {rows}),

@@ -74,9 +74,10 @@ struct SparseAttentionForward {
   Tensor lse;                                // (T, N) real; kept for backward
   Tensor probability;                        // (T, K) real, mean over heads, 0 at empty slots; absent: not wanted
   static constexpr bool dry_on_cpu = true;   // ops/context.h
-  Tensor take_scratch(Context& ctx) const {  // of the CUDA backend: the scores of some heads of each block's query
+  // Of the CUDA backend: blocks at once, four a multiprocessor of an H200, and heads whose scores a block's query has at once.
+  static constexpr std::int64_t kBlocks = 528, kHeads = 8;
+  Tensor take_scratch(Context& ctx) const {
     if (sparse_attention_in_tiles(*this) || (ctx.dry() && ctx.plans_for == Device::cpu)) return {};
-    constexpr std::int64_t kBlocks = 528, kHeads = 8;  // four blocks a multiprocessor of an H200
     return ctx.scratch.take(DType::f32, {std::min(q.shape[0], kBlocks), kHeads, indices.shape[1]});
   }
   void check_shapes() const {

@@ -3,6 +3,7 @@
 // and attention_backward.cu.
 #include "ops/cuda/attention.cuh"
 #include "ops/cuda/attention_products.cuh"
+#include "ops/cuda/storage.cuh"
 
 namespace moetrain::ops {
 namespace {
@@ -170,15 +171,6 @@ __device__ void write(const float* sums, const Part<X>& to, int n, int first, in
       }
 }
 
-__device__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffU, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffU, x, 2));
-}
-__device__ float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffU, x, 1);
-  return x + __shfl_xor_sync(0xffffffffU, x, 2);
-}
-
 // grid (ceil(T / 64), N), block kThreads: a tile of queries of a head against the keys that it sees, the longest rows first
 template <class X>
 __global__ void __launch_bounds__(kThreads) attention_forward_kernel(Problem<X> p, Part<X> o, float* __restrict__ lse) {
@@ -207,9 +199,9 @@ __global__ void __launch_bounds__(kThreads) attention_forward_kernel(Problem<X> 
         }
       most = fmaxf(top[row], quad_max(most));
       const float from = most == -INFINITY ? 0 : most;  // a row may have seen nothing yet
-      keep[row] = exp2_fast(top[row] - from);
+      keep[row] = power_of_2(top[row] - from);
       for (int j = 0; j < kTileSums; ++j)
-        for (int i = 2 * row; i < 2 * row + 2; ++i) part += z.at[j][i] = exp2_fast(z.at[j][i] - from);
+        for (int i = 2 * row; i < 2 * row + 2; ++i) part += z.at[j][i] = power_of_2(z.at[j][i] - from);
       sum[row] = sum[row] * keep[row] + part;
       top[row] = most;
     }
@@ -265,7 +257,7 @@ __global__ void __launch_bounds__(kThreads)
           const int s = column + column_of(j, i);
           const bool counts = seen[i / 2].low <= s && s < seen[i / 2].high;
           const std::int64_t at = n * stride + (kRowsAreKeys ? s : first + row_of(i));
-          z.at[j][i] = counts ? exp2_fast(z.at[j][i] * to_log2 - lse[at]) : 0;
+          z.at[j][i] = counts ? power_of_2(z.at[j][i] * to_log2 - lse[at]) : 0;
           dz.at[j][i] = counts ? z.at[j][i] * (dz.at[j][i] - delta[at]) : 0;
         }
       if constexpr (kRowsAreKeys) {
@@ -359,13 +351,6 @@ __global__ void attention_extra_kernel(const float* __restrict__ parts, X* __res
   float sum = 0;
   for (std::int64_t group = 0; group < groups; ++group) sum += parts[group * count + i];
   dk_extra[i] = from_float<X>(sum);
-}
-
-template <class Body>
-void with_storage(DType type, Body body) {
-  if (type == DType::f32) return body(float{});
-  check(type == DType::bf16, "attention: CUDA has f32 and bf16 only", {{"dtype", std::int64_t(type)}});
-  body(bf16{});
 }
 
 template <class S, class Args>

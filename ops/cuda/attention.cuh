@@ -2,12 +2,11 @@
 // that backward reads.
 #pragma once
 #include "ops/attention.h"
+#include "ops/cuda/arithmetic.cuh"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/rows.cuh"
 
 namespace moetrain::ops::cuda {
-
-inline constexpr float kLog2E = 1.44269504088896341F;
 
 // A block of rows, of queries or of keys, meets columns of the other. Row r sees the columns [low, high): a query the keys of its
 // document up to itself, a key the queries of its document from itself on.
@@ -18,6 +17,16 @@ template <bool kRowsAreKeys>
 __device__ Seen columns_of(const int2* __restrict__ documents, std::int64_t row, std::int64_t T) {
   if (row >= T) return {0, 0};
   return kRowsAreKeys ? Seen{int(row), documents[row].y} : Seen{documents[row].x, int(row) + 1};
+}
+
+// Over the four lanes that hold a row's columns, in each of them.
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffU, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffU, x, 2));
+}
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffU, x, 1);
+  return x + __shfl_xor_sync(0xffffffffU, x, 2);
 }
 
 // Fills (T, 2) i32 with begin and end of each row's document.

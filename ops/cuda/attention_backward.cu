@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (column != begin) columns.release_last();
 #pragma unroll
       for (int i = 0; i < kSums; ++i)
-        z[i] = exp2_fast(z[i] * to_log2 - (kRowsAreKeys ? statistics[i / 4 * 8 + i % 2] : lse_of[i / 2 % 2]));
+        z[i] = power_of_2(z[i] * to_log2 - (kRowsAreKeys ? statistics[i / 4 * 8 + i % 2] : lse_of[i / 2 % 2]));
       if (column < all_low || column + kColumns > all_high) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {

@@ -8,15 +8,6 @@ namespace {
 using namespace cuda;                   // NOLINT: the helpers of this backend
 using namespace cuda::attention_tiles;  // NOLINT
 
-__device__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffU, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffU, x, 2));
-}
-__device__ float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffU, x, 1);
-  return x + __shfl_xor_sync(0xffffffffU, x, 2);
-}
-
 constexpr int kColumns = 128, kStages = 2, kPanelBytes = kColumns * kBox * 2;
 constexpr int kKeyBytes = 3 * kPanelBytes, kValueBytes = 2 * kPanelBytes;
 constexpr int kSharedBytes = 1024 + kRowsKeyBytes + kStages * (kKeyBytes + kValueBytes);
@@ -38,11 +29,11 @@ __device__ void softmax(float (&z)[64], float (&top)[2], float (&sum)[2], float 
     for (int j = 0; j < 16; ++j) most = fmaxf(most, fmaxf(z[4 * j + 2 * half], z[4 * j + 2 * half + 1]));
     most = quad_max(most);
     const float from = most == -INFINITY ? 0 : most * to_log2;  // a row may have seen nothing yet
-    keep[half] = exp2_fast(top[half] * to_log2 - from);
+    keep[half] = power_of_2(top[half] * to_log2 - from);
 #pragma unroll
     for (int j = 0; j < 16; ++j)
 #pragma unroll
-      for (int i = 4 * j + 2 * half; i < 4 * j + 2 * half + 2; ++i) part += z[i] = exp2_fast(z[i] * to_log2 - from);
+      for (int i = 4 * j + 2 * half; i < 4 * j + 2 * half + 2; ++i) part += z[i] = power_of_2(z[i] * to_log2 - from);
     top[half] = most;
     sum[half] = sum[half] * keep[half] + part;
   }

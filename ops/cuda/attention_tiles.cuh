@@ -93,10 +93,6 @@ inline int heads_a_section(std::int64_t T, std::int64_t heads) {
   return int(std::clamp(kStayInL2 / (T * (kKey + kValue) * 2), std::int64_t(1), heads));
 }
 
-__device__ inline unsigned packed(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const unsigned&>(pair);
-}
 template <int kCount>
 __device__ void pack(unsigned (&to)[kCount], const float (&from)[2 * kCount]) {
 #pragma unroll

@@ -23,10 +23,9 @@ struct Rows {
   std::array<T*, kMostSources> of;
 };
 
-// kDots sums over D of every source: each warp's part in shared memory, added up by the first warp, two sources a lane.
-template <int kDots>
+// Sums over D of every source: each warp's part in shared memory, added up by the first warp, two sources a lane.
 struct Dots {
-  float* part;  // (kDots, Z, warps of the block)
+  float* part;  // (dots, Z, warps of the block)
   int Z;
   __device__ float* parts_of(int dot, int n) const { return part + (dot * Z + n) * int(blockDim.x / kWarp); }
   __device__ void put(int dot, int n, float x) const {
@@ -119,7 +118,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ float weight[kMostSources];
   __shared__ std::uint64_t barrier[2];
-  const Dots<2> dots{reinterpret_cast<float*>(shared), Z};
+  const Dots dots{reinterpret_cast<float*>(shared), Z};
   X* rows = reinterpret_cast<X*>(shared + dots_bytes(2, Z, int(blockDim.x)));
   const auto rows_of_token = [&](std::int64_t t, int stage) {
     return Staged<X>{sources.of.data(), rows + stage * staged * D, staged, t * D, D};
@@ -229,7 +228,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ float by_dy[kMostSources], by_c[kMostSources], by_v[kMostSources];
   __shared__ std::uint64_t barrier;
-  const Dots<3> dots{reinterpret_cast<float*>(shared), Z};
+  const Dots dots{reinterpret_cast<float*>(shared), Z};
   auto* dc =
       reinterpret_cast<float*>(shared + dots_bytes(3, Z, int(blockDim.x)));  // each element has one owning thread: no barrier
   auto* rows = reinterpret_cast<X*>(dc_parts ? dc + D : dc);

@@ -1,8 +1,10 @@
-// cross_entropy.cu -- blocks of tokens by vocabulary: products by cuBLASLt, statistics and gradients of a block in one pass of a row.
-// One block over the whole vocabulary keeps its logits (three products); smaller ones are computed again once the sums are known.
+// cross_entropy.cu -- blocks of tokens by vocabulary: products by cuBLASLt, statistics and gradients of a block in one pass of a
+// row. One block over the whole vocabulary keeps its logits (three products); smaller ones are computed again once the sums are
+// known.
 #include <algorithm>
 
 #include "ops/cross_entropy.h"
+#include "ops/cuda/arithmetic.cuh"
 #include "ops/cuda/blas.h"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/rows.cuh"
@@ -13,7 +15,6 @@ namespace {
 using namespace cuda;  // NOLINT: the helpers of this backend
 
 constexpr int kThreads = 512;
-constexpr float kLog2E = 1.4426950408889634F;
 
 // The largest logit so far and the sum of exponentials below it.
 struct Sum {
@@ -98,8 +99,8 @@ __global__ void cross_entropy_forward_sums_kernel(const T* __restrict__ logits, 
   if (r.first <= label && label < r.first + r.width) r.label_logit[t] = to_float(row[label - r.first]);
 }
 
-// grid (s), block (kThreads): logits of a token become gradients in place; zeros for an ignored one. kWhole: its sums are made here,
-// the row then comes from the cache the second time.
+// grid (s), block (kThreads): logits of a token become gradients in place; zeros for an ignored one. kWhole: its sums are made
+// here, the row then comes from the cache the second time.
 template <class T, bool kWhole>
 __global__ void cross_entropy_backward_kernel(T* logits, Rows r, float scale) {
   constexpr int kCount = 16 / sizeof(T);
@@ -174,7 +175,13 @@ class Loss {
 
  public:
   Loss(Context& ctx, const CrossEntropy& a, const CrossEntropy::DeviceScratch& s)
-      : ctx_(ctx), a_(a), s_(s), type_(a.hidden.dtype), D(a.hidden.shape[1]), V(a.weight.shape[0]), chunk_(std::min(a.vocab_chunk, V)) {}
+      : ctx_(ctx),
+        a_(a),
+        s_(s),
+        type_(a.hidden.dtype),
+        D(a.hidden.shape[1]),
+        V(a.weight.shape[0]),
+        chunk_(std::min(a.vocab_chunk, V)) {}
 
   void run() {
     const std::int64_t T_ = a_.hidden.shape[0], most = s_.hidden.shape[0];
@@ -186,8 +193,8 @@ class Loss {
     const auto* labels = a_.labels.as<std::int32_t>() + begin;
     float* running = s_.running.as<float>();
     rows_ = {labels, running, running + s, running + 2 * s, 0, chunk_, s_.logits.shape[1]};
-    launch(ctx_, cross_entropy_forward_hidden_kernel<D_>, Grid(blocks(s, 1), kThreads), device_pointer<T>(a_.hidden) + begin * D, labels,
-           device_pointer<T>(s_.hidden), D);
+    launch(ctx_, cross_entropy_forward_hidden_kernel<D_>, Grid(blocks(s, 1), kThreads), device_pointer<T>(a_.hidden) + begin * D,
+           labels, device_pointer<T>(s_.hidden), D);
     const bool whole = chunk_ == V;
     if (whole && a_.dhidden.present()) {
       logits(s, 0, V);
@@ -197,7 +204,8 @@ class Loss {
     } else {
       for (std::int64_t v = 0; v < V; v += chunk_) {
         logits(s, v, std::min(chunk_, V - v));
-        launch(ctx_, cross_entropy_forward_sums_kernel<D_>, Grid(blocks(s, 1), kThreads), device_pointer<T>(ConstTensor(s_.logits)), rows_);
+        launch(ctx_, cross_entropy_forward_sums_kernel<D_>, Grid(blocks(s, 1), kThreads), device_pointer<T>(ConstTensor(s_.logits)),
+               rows_);
       }
     }
     launch(ctx_, cross_entropy_forward_loss_kernel, Grid(1, kThreads), rows_, s, a_.loss.as<float>());
@@ -215,22 +223,53 @@ class Loss {
   void logits(std::int64_t s, std::int64_t first, std::int64_t width) {
     rows_.first = first;
     rows_.width = width;
-    ctx_.blas->run(ctx_, {.m = s, .n = width, .k = D, .a = s_.hidden.data, .b = device_pointer<T>(a_.weight) + first * D,
-                          .c = s_.logits.data, .a_type = type_, .b_type = type_, .c_type = type_, .lda = D, .ldb = D,
-                          .ldc = rows_.stride, .transpose_b = true});
+    ctx_.blas->run(ctx_, {.m = s,
+                          .n = width,
+                          .k = D,
+                          .a = s_.hidden.data,
+                          .b = device_pointer<T>(a_.weight) + first * D,
+                          .c = s_.logits.data,
+                          .a_type = type_,
+                          .b_type = type_,
+                          .c_type = type_,
+                          .lda = D,
+                          .ldb = D,
+                          .ldc = rows_.stride,
+                          .transpose_b = true});
   }
 
   // From the gradients that stand in the place of the logits.
   void gradients(std::int64_t begin, std::int64_t s) {
     const bool whole = chunk_ == V;
     void* dh = whole ? static_cast<void*>(device_pointer<T>(a_.dhidden) + begin * D) : s_.dhidden.data;
-    ctx_.blas->run(ctx_, {.m = s, .n = D, .k = rows_.width, .a = s_.logits.data, .b = device_pointer<T>(a_.weight) + rows_.first * D,
-                          .c = dh, .a_type = type_, .b_type = type_, .c_type = whole ? type_ : DType::f32, .lda = rows_.stride,
-                          .ldb = D, .ldc = D, .beta = rows_.first > 0 ? 1.0F : 0.0F});
+    ctx_.blas->run(ctx_, {.m = s,
+                          .n = D,
+                          .k = rows_.width,
+                          .a = s_.logits.data,
+                          .b = device_pointer<T>(a_.weight) + rows_.first * D,
+                          .c = dh,
+                          .a_type = type_,
+                          .b_type = type_,
+                          .c_type = whole ? type_ : DType::f32,
+                          .lda = rows_.stride,
+                          .ldb = D,
+                          .ldc = D,
+                          .beta = rows_.first > 0 ? 1.0F : 0.0F});
     if (!a_.dweight.present()) return;
-    ctx_.blas->run(ctx_, {.m = rows_.width, .n = D, .k = s, .a = s_.logits.data, .b = s_.hidden.data,
-                          .c = a_.dweight.as<float>() + rows_.first * D, .a_type = type_, .b_type = type_, .c_type = DType::f32,
-                          .lda = rows_.stride, .ldb = D, .ldc = D, .transpose_a = true, .beta = a_.write_dweight && begin == 0 ? 0.0F : 1.0F});
+    ctx_.blas->run(ctx_, {.m = rows_.width,
+                          .n = D,
+                          .k = s,
+                          .a = s_.logits.data,
+                          .b = s_.hidden.data,
+                          .c = a_.dweight.as<float>() + rows_.first * D,
+                          .a_type = type_,
+                          .b_type = type_,
+                          .c_type = DType::f32,
+                          .lda = rows_.stride,
+                          .ldb = D,
+                          .ldc = D,
+                          .transpose_a = true,
+                          .beta = a_.write_dweight && begin == 0 ? 0.0F : 1.0F});
   }
 
   Context& ctx_;
@@ -250,9 +289,12 @@ void cuda::cross_entropy(Context& ctx, const CrossEntropy& a) {
   }
   Scope scope(ctx.scratch);
   const auto taken = a.take_device_scratch(ctx);
-  if (a.hidden.dtype == DType::bf16) Loss<bf16>(ctx, a, taken).run();
-  else if (a.hidden.dtype == DType::f32) Loss<float>(ctx, a, taken).run();
-  else fail("cross_entropy: on CUDA hidden is f32 or bf16", {{"dtype", std::int64_t(a.hidden.dtype)}});
+  if (a.hidden.dtype == DType::bf16)
+    Loss<bf16>(ctx, a, taken).run();
+  else if (a.hidden.dtype == DType::f32)
+    Loss<float>(ctx, a, taken).run();
+  else
+    fail("cross_entropy: on CUDA hidden is f32 or bf16", {{"dtype", std::int64_t(a.hidden.dtype)}});
 }
 
 }  // namespace moetrain::ops

@@ -5,6 +5,7 @@
 // operand's rows always fill their tiles, and where the group's rows are columns a tile has as many, in steps of 32, as it needs.
 #include <algorithm>
 
+#include "ops/cuda/arithmetic.cuh"
 #include "ops/cuda/blas.h"
 #include "ops/cuda/grouped_tiles.cuh"
 #include "ops/cuda/launch.cuh"
@@ -174,11 +175,6 @@ __device__ __forceinline__ void multiply(float (&sums)[kCount], Ring& ring, Shar
   wgmma_wait<0>();
   settle(sums);
   release(shared, before);
-}
-
-__device__ std::uint32_t packed(float low, float high) {
-  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const std::uint32_t&>(both);
 }
 
 // Where a thread's 8 results of each row go: 8 threads a row, 16 rows a step.

@@ -1,6 +1,5 @@
 // indexer.cu -- which kernels run; the exact selection of the best keys of a row of scores; and scores and loss for any width and
-// for f32, in plain arithmetic. bf16 in the model's widths goes to indexer_tiles.cu and
-// indexer_loss_tiles.cu.
+// for f32, in plain arithmetic. bf16 in the model's widths goes to indexer_tiles.cu and indexer_loss_tiles.cu.
 #include <algorithm>
 #include <bit>
 
@@ -8,13 +7,14 @@
 #include "ops/cuda/key_sums.cuh"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/rows.cuh"
+#include "ops/cuda/storage.cuh"
 
 namespace moetrain::ops {
 namespace {
 
 using namespace cuda;  // NOLINT: the helpers of this backend
 
-constexpr std::int64_t kBlocks = 528;  // rows in flight: four a multiprocessor of an H200
+constexpr std::int64_t kBlocks = IndexerLoss::kBlocks;  // rows in flight
 
 // ---- scores, plainly
 
@@ -135,8 +135,8 @@ constexpr std::int64_t kMostHeld = 16384;  // scores of a row that a block holds
 constexpr int kMostInBin = 32;             // ranks of a bin that are put in order one by one
 
 // grid (rows), block (kSelectThreads), shared 8 * size bytes where spill is null, and with kHeld 4 * longest: indices (K) of row
-// begin
-// + blockIdx.x from its scores (longest). size: a power of two from kSegment on that holds min(K, longest); spill (rows, size).
+// begin + blockIdx.x from its scores (longest). size: a power of two from kSegment on that holds min(K, longest); spill (rows,
+// size).
 template <bool kHeld>
 __global__ void __launch_bounds__(kSelectThreads, 3)
     select_kernel(const float* __restrict__ scores, DocumentList documents, std::int32_t* __restrict__ indices,
@@ -486,17 +486,10 @@ void loss(Context& ctx, const IndexerLoss& a, const IndexerLoss::Scratch& scratc
   if (gradients) store_sums(ctx, scratch.dk.template as<float>(), device_pointer<Storage>(a.dk), 1, tokens, H, 0, H);
 }
 
-template <class Body>
-void with_type(DType type, Body body) {
-  if (type == DType::f32) return body(float{});
-  check(type == DType::bf16, "indexer: CUDA has f32 and bf16 only", {{"dtype", std::int64_t(type)}});
-  body(bf16{});
-}
-
 }  // namespace
 
 void cuda::indexer_select(Context& ctx, const IndexerSelect& a) {
-  with_type(a.q.dtype, [&](auto storage) { select<decltype(storage)>(ctx, a); });
+  with_storage(a.q.dtype, [&](auto storage) { select<decltype(storage)>(ctx, a); });
 }
 void cuda::indexer_loss(Context& ctx, const IndexerLoss& a) {
   const Scope scope(ctx.scratch);
@@ -505,7 +498,7 @@ void cuda::indexer_loss(Context& ctx, const IndexerLoss& a) {
     check_aligned({a.q, a.k, a.dq});
     index_loss_tiles(ctx, a, scratch);
   } else
-    with_type(a.q.dtype, [&](auto storage) { loss<decltype(storage)>(ctx, a, scratch); });
+    with_storage(a.q.dtype, [&](auto storage) { loss<decltype(storage)>(ctx, a, scratch); });
   launch(ctx, loss_sum_kernel, {dim3(1), dim3(256)}, scratch.row_loss.as<float>(), a.loss.as<float>(), a.q.shape[0]);
 }
 

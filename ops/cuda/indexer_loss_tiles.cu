@@ -3,6 +3,7 @@
 // known, for du, which it multiplies with the keys at once and leaves to key_tiles.cu for the sums by key, 128 bytes a pair.
 #include <algorithm>
 
+#include "ops/cuda/arithmetic.cuh"
 #include "ops/cuda/indexer.cuh"
 #include "ops/cuda/key_sums.cuh"
 #include "ops/cuda/key_tiles.h"
@@ -17,7 +18,6 @@ namespace {
 constexpr int kWidth = 128, kPanel = 64, kLine = 128, kPanels = kWidth / kPanel, kKeys = 64, kMostHeads = 64, kStages = 2;
 constexpr int kGroup = 128, kThreads = 2 * kGroup, kWarps = kGroup / kWarp;
 constexpr int kKeyPanel = kKeys * kLine, kKeyTile = kPanels * kKeyPanel;
-constexpr std::int64_t kMostHeld = 8192;  // scores of a row in shared memory; more lie in global memory
 
 struct Layout {  // of shared memory, in bytes from its start
   static constexpr int query = 0, stages = query + kKeyTile, du = stages + kStages * kKeyTile, parts = du + kKeyPanel,  // (4, 64)
@@ -37,10 +37,6 @@ struct Arguments {
 };
 
 __device__ int place(int row, int piece) { return row * kLine + ((piece ^ (row & 7)) << 4); }
-__device__ std::uint32_t packed(float low, float high) {
-  const __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const std::uint32_t*>(&x);
-}
 
 // The sum or the maximum over a warpgroup, in a fixed order; part: (4) in shared memory.
 template <class Op>
@@ -283,7 +279,7 @@ void index_loss_tiles(Context& ctx, const IndexerLoss& a, const IndexerLoss::Scr
                               .listed = lists.listed,
                               .counts = lists.counts,
                               .row_loss = scratch.row_loss.as<float>(),
-                              .scores = W > kMostHeld ? scratch.scores.as<float>() : nullptr,
+                              .scores = W > IndexerLoss::kHeldScores ? scratch.scores.as<float>() : nullptr,
                               .dq = device_pointer<bf16>(a.dq),
                               .pairs = pairs,
                               .dweights = gradients ? a.dweights.as<float>() : nullptr,

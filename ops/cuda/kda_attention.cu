@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(160) kda_attention_scan_kernel(const ScanArgs<
 #pragma unroll
     for (int d = 0; d < kWidth / 16; ++d) entering[d].set(s[2 * d], s[2 * d + 1]);
 #pragma unroll
-    for (int d = 0; d < kWidth / 16; ++d) product_of_left<Lies::transposed, kWidth, 0, kRows / 8>(r, entering[d], w, 0, 16 * d);
+    for (int d = 0; d < kWidth / 16; ++d) product_of_left<Lies::transposed, kWidth, kRows / 8>(r, entering[d], w, 0, 16 * d);
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(160) kda_attention_scan_kernel(const ScanArgs<
       s[n][3] *= e.y;
     }
 #pragma unroll
-    for (int j = 0; j < kSubs; ++j) product_of_left<Lies::straight, kWidth, 0, kWidth / 8>(s, pseudo[j], k, 16 * j, 0);
+    for (int j = 0; j < kSubs; ++j) product_of_left<Lies::straight, kWidth, kWidth / 8>(s, pseudo[j], k, 16 * j, 0);
     ring.release(i);
   }
   if (!a.final_state) return;

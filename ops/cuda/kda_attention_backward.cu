@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(160) kda_attention_backward_scan_kernel(const 
 #pragma unroll
     for (int c = 0; c < kWidth / 16; ++c) {
       leaving.set(d[2 * c], d[2 * c + 1]);
-      product_of_left<Lies::transposed, kWidth, 0, kRows / 8>(r, leaving, k, 0, 16 * c);
+      product_of_left<Lies::transposed, kWidth, kRows / 8>(r, leaving, k, 0, 16 * c);
     }
 #pragma unroll
     for (int n = 0; n < kWidth / 8; ++n)
@@ -168,10 +168,10 @@ __global__ void __launch_bounds__(160) kda_attention_backward_scan_kernel(const 
     Fragment<S> gradient[kSubs];
 #pragma unroll
     for (int j = 0; j < kSubs; ++j) gradient[j].template load<kRows>(do_, 16 * warp, 16 * j);
-    product_of_left<Lies::straight, kRows, 0, 2>(r, gradient[0], p, 0, 0);
-    product_of_left<Lies::straight, kRows, 0, 4>(r, gradient[1], p, 16, 0);
-    product_of_left<Lies::straight, kRows, 0, 6>(r, gradient[2], p, 32, 0);
-    product_of_left<Lies::straight, kRows, 0, 8>(r, gradient[3], p, 48, 0);
+    product_of_left<Lies::straight, kRows, 2>(r, gradient[0], p, 0, 0);
+    product_of_left<Lies::straight, kRows, 4>(r, gradient[1], p, 16, 0);
+    product_of_left<Lies::straight, kRows, 6>(r, gradient[2], p, 32, 0);
+    product_of_left<Lies::straight, kRows, 8>(r, gradient[3], p, 48, 0);
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
@@ -186,10 +186,10 @@ __global__ void __launch_bounds__(160) kda_attention_backward_scan_kernel(const 
     }
 #pragma unroll
     for (int j = 0; j < kSubs; ++j) {
-      product_of_left<Lies::straight, kWidth, 0, kWidth / 8>(d, gradient[j], q, 16 * j, 0);
+      product_of_left<Lies::straight, kWidth, kWidth / 8>(d, gradient[j], q, 16 * j, 0);
       Fragment<S> pull;
       pull.set(r[2 * j], r[2 * j + 1], -1);
-      product_of_left<Lies::straight, kWidth, 0, kWidth / 8>(d, pull, w, 16 * j, 0);
+      product_of_left<Lies::straight, kWidth, kWidth / 8>(d, pull, w, 16 * j, 0);
     }
     ring.release(i);
   }

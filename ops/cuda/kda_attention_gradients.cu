@@ -114,9 +114,9 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
   if constexpr (Shared::kHere) {
     if (threadIdx.x == 0) {
       barrier_init(arrived, 1);
-      fence_copies();
+      fence_shared_writes();
       constexpr int kSize = int(sizeof(S));
-      barrier_expect(arrived, (kSquare + 3 * kTile + kPairs) * kSize);
+      arrive_and_expect(arrived, (kSquare + 3 * kTile + kPairs) * kSize);
       copy_whole(tiles, a.s + tile * kSquare, kSquare * kSize, arrived);
       copy_whole(tiles + Shared::kState, a.r + tile * kTile, kTile * kSize, arrived);
       copy_whole(const_cast<S*>(do_), a.do_ + tile * kTile, kTile * kSize, arrived);
@@ -208,8 +208,8 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
   const S* dstate = Shared::kHere ? state : a.ds + tile * kSquare;
   if constexpr (Shared::kHere) {
     if (threadIdx.x == 0) {
-      fence_copies();
-      barrier_expect(arrived, kSquare * int(sizeof(S)));
+      fence_shared_writes();
+      arrive_and_expect(arrived, kSquare * int(sizeof(S)));
       copy_whole(tiles, a.ds + tile * kSquare, kSquare * int(sizeof(S)), arrived);
     }
     barrier_wait(arrived, 1);

@@ -13,7 +13,6 @@ namespace moetrain::ops::cuda {
 
 constexpr int kRows = int(kKdaChunk), kSub = int(kKdaSubChunk), kSubs = kRows / kSub, kTaps = 4;
 constexpr int kChunkThreads = 256;
-constexpr float kLog2E = 1.4426950408889634F;
 
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0F + power_of_2(-kLog2E * x)); }
 

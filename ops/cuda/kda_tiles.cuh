@@ -1,21 +1,11 @@
 // kda_tiles.cuh -- tiles of one chunk in shared memory and their products by one warp (tensor cores for bf16, FFMA for f32), and
 // whole tiles brought by the bulk copy engine.
 #pragma once
+#include "ops/cuda/arithmetic.cuh"
+#include "ops/cuda/instructions.cuh"
 #include "ops/cuda/rows.cuh"
 
 namespace moetrain::ops::cuda {
-
-// One instruction each, to two units in the last place; results below 2^-126 become zero.
-__device__ __forceinline__ float power_of_2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // Where element (row, column) of a tile of kWidth columns lies. Pieces of 16 bytes change places with the row, so that eight rows
 // of one column of pieces lie in different banks. Tiles lie in device memory in the same order, so that they are copied whole.
@@ -49,8 +39,6 @@ __device__ __forceinline__ float2 get(const S* tile, int row, int column) {
 // mma.m16n8k16). All products below take and give blocks in this order, on either kind of arithmetic.
 using Block = float[4];
 
-__device__ __forceinline__ unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
-
 // Element `at` of a tile of bf16; its address in shared memory is taken once a tile.
 struct SharedTile {
   unsigned address;
@@ -72,10 +60,6 @@ __device__ __forceinline__ void multiply(Block& c, const unsigned (&a)[4], unsig
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ unsigned packed(float a, float b) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-  return *reinterpret_cast<const unsigned*>(&pair);
 }
 
 // A 16 x 16 operand held by a warp: two blocks side by side. As left operand it is (m, k), as right operand (n, k).
@@ -191,7 +175,7 @@ __device__ __forceinline__ void product_of_rows(Block (&c)[kParts][2], const S* 
 }
 
 // c (16, 8 kBlocks) += left (16, 16) right (16, 8 kBlocks) for a left operand that the warp holds.
-template <Lies kRight, int kRightWidth, int kFirst, int kBlocks, int kAll, class S>
+template <Lies kRight, int kRightWidth, int kBlocks, int kAll, class S>
 __device__ __forceinline__ void product_of_left(Block (&c)[kAll], const Fragment<S>& left, const S* right, int rr, int rc) {
   const int lane = int(threadIdx.x) % kWarp;
   constexpr bool kR = kRight == Lies::transposed;
@@ -202,8 +186,8 @@ __device__ __forceinline__ void product_of_left(Block (&c)[kAll], const Fragment
     for (int n = 0; n < kBlocks; n += 2) {
       unsigned b[4];
       load_matrices<!kR>(b, rights.at(place<S, kRightWidth>(rr + (kR ? 8 * n : 0) + br, rc + (kR ? 0 : 8 * n) + bc)));
-      multiply(c[kFirst + n], left.r, b[0], b[1]);
-      multiply(c[kFirst + n + 1], left.r, b[2], b[3]);
+      multiply(c[n], left.r, b[0], b[1]);
+      multiply(c[n + 1], left.r, b[2], b[3]);
     }
   } else {
     const int g = lane / 4, t = lane % 4 * 2;
@@ -215,8 +199,8 @@ __device__ __forceinline__ void product_of_left(Block (&c)[kAll], const Fragment
         for (int e = 0; e < 2; ++e) {
           const int column = 8 * n + t + e;
           const float b = right[place<S, kRightWidth>(rr + (kR ? column : k), rc + (kR ? k : column))];
-          c[kFirst + n][e] += a0 * b;
-          c[kFirst + n][2 + e] += a1 * b;
+          c[n][e] += a0 * b;
+          c[n][2 + e] += a1 * b;
         }
     }
   }
@@ -247,17 +231,7 @@ __device__ __forceinline__ void product_of_right(Block (&c)[2], const S* left, i
   }
 }
 
-// ---- A barrier in shared memory that counts arrivals and bytes; phases alternate in parity.
-
-__device__ __forceinline__ void barrier_init(std::uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(std::uint64_t* barrier, int bytes) {  // arrives, too
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(std::uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
+// For the end of the barrier's phase of this parity: as barrier_wait of tensor_copy.cuh, with no register for its outcome.
 __device__ __forceinline__ void barrier_wait(std::uint64_t* barrier, int parity) {
   asm volatile(
       "{\n"
@@ -274,8 +248,6 @@ __device__ __forceinline__ void copy_whole(void* to, const void* from, int bytes
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-// Orders what this thread did to shared memory (after a barrier: what all did) before the copies that it starts next.
-__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Stages of shared memory that one thread fills with whole tiles ahead of the warps that read them.
 struct TileRing {
@@ -294,14 +266,14 @@ struct TileRing {
         barrier_init(full + i, 1);
         barrier_init(empty + i, readers);
       }
-      fence_copies();
+      fence_shared_writes();
     }
     __syncthreads();  // waits for the barriers
   }
   // The filling thread: waits until stage i is free and announces its bytes; bring() then moves `to` on.
   __device__ __forceinline__ unsigned char* begin(int i) const {
     if (i >= stages) barrier_wait(empty + i % stages, (i / stages - 1) & 1);
-    barrier_expect(full + i % stages, bytes);
+    arrive_and_expect(full + i % stages, bytes);
     return memory + i % stages * bytes;
   }
   __device__ __forceinline__ void bring(unsigned char*& to, const void* from, int size, int i) const {
@@ -314,7 +286,7 @@ struct TileRing {
   }
   __device__ __forceinline__ void release(int i) const {  // by every reading warp
     __syncwarp();                                         // waits for its readers
-    if (threadIdx.x % kWarp == 0) barrier_arrive(empty + i % stages);
+    if (threadIdx.x % kWarp == 0) barrier_arrive(shared_address(empty + i % stages));
   }
 };
 

@@ -1,6 +1,5 @@
 // linear.cu -- cuBLASLt products; f32 operands that meet bf16 ones, or become bf16, are cut into bf16 parts for the tensor cores.
 #include <algorithm>
-#include <array>
 
 #include "ops/cuda/blas.h"
 #include "ops/cuda/launch.cuh"

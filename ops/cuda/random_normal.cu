@@ -13,8 +13,8 @@ constexpr int kThreads = 256;
 
 // grid (ceil(count / kThreads)), block (kThreads)
 template <class T>
-__global__ void random_normal_kernel(T* __restrict__ y, std::int64_t count, std::uint64_t seed, std::uint64_t stream, std::int64_t first,
-                                     double deviation) {
+__global__ void random_normal_kernel(T* __restrict__ y, std::int64_t count, std::uint64_t seed, std::uint64_t stream,
+                                     std::int64_t first, double deviation) {
   const std::int64_t i = std::int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= count) return;
   const auto r = philox(seed, stream, std::uint64_t(first + i));
@@ -24,16 +24,19 @@ __global__ void random_normal_kernel(T* __restrict__ y, std::int64_t count, std:
 
 template <class T>
 void fill_normal(Context& ctx, const RandomNormal& a) {
-  launch(ctx, random_normal_kernel<device_t<T>>, Grid(blocks(a.y.count(), kThreads), kThreads), device_pointer<T>(a.y), a.y.count(), a.seed,
-         a.stream, a.first, a.deviation);
+  launch(ctx, random_normal_kernel<device_t<T>>, Grid(blocks(a.y.count(), kThreads), kThreads), device_pointer<T>(a.y), a.y.count(),
+         a.seed, a.stream, a.first, a.deviation);
 }
 
 }  // namespace
 
 void cuda::random_normal(Context& ctx, const RandomNormal& a) {
-  if (a.y.dtype == DType::f32) fill_normal<float>(ctx, a);
-  else if (a.y.dtype == DType::bf16) fill_normal<bf16>(ctx, a);
-  else fail("random_normal: on CUDA y is f32 or bf16", {{"dtype", std::int64_t(a.y.dtype)}});
+  if (a.y.dtype == DType::f32)
+    fill_normal<float>(ctx, a);
+  else if (a.y.dtype == DType::bf16)
+    fill_normal<bf16>(ctx, a);
+  else
+    fail("random_normal: on CUDA y is f32 or bf16", {{"dtype", std::int64_t(a.y.dtype)}});
 }
 
 }  // namespace moetrain::ops

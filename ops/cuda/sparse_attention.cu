@@ -7,6 +7,7 @@
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/rows.cuh"
 #include "ops/cuda/sparse_attention_tiles.cuh"
+#include "ops/cuda/storage.cuh"
 #include "ops/sparse_attention.h"
 
 namespace moetrain::ops {
@@ -14,8 +15,8 @@ namespace {
 
 using namespace cuda;  // NOLINT: the helpers of this backend
 
-constexpr int kHeads = 8, kThreads = kHeads * kWarp;  // a warp a head where rows of scores are reduced
-constexpr std::int64_t kBlocks = 528;                 // rows in flight: four a multiprocessor of an H200
+constexpr int kHeads = SparseAttentionForward::kHeads, kThreads = kHeads * kWarp;  // a warp a head where rows of scores are reduced
+constexpr std::int64_t kBlocks = SparseAttentionForward::kBlocks;                  // rows in flight
 
 struct Sizes {
   std::int64_t T, N, C, He, Hq, K;
@@ -246,13 +247,6 @@ void backward(Context& ctx, const SparseAttentionBackward& a) {
   store_sums(ctx, sums, device_pointer<Storage>(a.dk_extra), 1, s.T, s.width(), s.C, s.He);
 }
 
-template <class Body>
-void with_type(DType type, Body body) {
-  if (type == DType::f32) return body(float{});
-  check(type == DType::bf16, "sparse_attention: CUDA has f32 and bf16 only", {{"dtype", std::int64_t(type)}});
-  body(bf16{});
-}
-
 void check_aligned(std::initializer_list<ConstTensor> tensors) {  // what views by rows keep
   check(in_packs<8>(8, tensors), "sparse_attention: a tensor does not begin at a multiple of 16 bytes");
 }
@@ -260,12 +254,12 @@ void check_aligned(std::initializer_list<ConstTensor> tensors) {  // what views 
 }  // namespace
 
 void cuda::sparse_attention(Context& ctx, const SparseAttentionForward& a) {
-  if (!sparse_attention_in_tiles(a)) return with_type(a.q.dtype, [&](auto storage) { forward<decltype(storage)>(ctx, a); });
+  if (!sparse_attention_in_tiles(a)) return with_storage(a.q.dtype, [&](auto storage) { forward<decltype(storage)>(ctx, a); });
   check_aligned({a.q_latent, a.q, a.latent, a.k_extra, a.o_latent});
   sparse_attention_tiles(ctx, a);
 }
 void cuda::sparse_attention(Context& ctx, const SparseAttentionBackward& a) {
-  if (!sparse_attention_in_tiles(a)) return with_type(a.q.dtype, [&](auto storage) { backward<decltype(storage)>(ctx, a); });
+  if (!sparse_attention_in_tiles(a)) return with_storage(a.q.dtype, [&](auto storage) { backward<decltype(storage)>(ctx, a); });
   check_aligned({a.do_latent, a.q_latent, a.q, a.latent, a.k_extra, a.o_latent, a.dq_latent, a.dq});
   sparse_attention_tiles(ctx, a);
 }

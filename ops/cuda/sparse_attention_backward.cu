@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_attention_backward_tiles_k
       const int left = count - i * kKeys - 2 * (lane % 4);
 #pragma unroll
       for (int x = 0; x < kKeys / 2; ++x)
-        z[x] = 8 * (x / 4) + x % 2 < left ? exp2_fast(z[x] * in.scale_log2 - lse[x / 2 % 2]) : 0.0F;
+        z[x] = 8 * (x / 4) + x % 2 < left ? power_of_2(z[x] * in.scale_log2 - lse[x / 2 % 2]) : 0.0F;
       barrier_wait(shared + Layout::pair_empty + 8 * (i & 1), (i / 2 & 1) ^ 1);
       store_transposed(z, shared + pairs_at(i) + kKeyPanel, warp, lane);
       wgmma_wait<0>();

@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         most = fmaxf(most, __shfl_xor_sync(0xffffffffU, most, 2));
         const float old = top[h];
         if (most > old + kSlack || old == -INFINITY) top[h] = most;
-        factor[h] = top[h] == old ? 1.0F : exp2_fast(old - top[h]);
+        factor[h] = top[h] == old ? 1.0F : power_of_2(old - top[h]);
         const float from = top[h] == -INFINITY ? 0.0F : top[h];
         float added = 0;
 #pragma unroll
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             float& x = z[4 * j + 2 * h + c];
-            x = exp2_fast(x - from);
+            x = power_of_2(x - from);
             added += x;
           }
         sum[h] = sum[h] * factor[h] + added;
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int j = 0; j < 4; ++j)
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            float x = exp2_fast(z[4 * j + c] - lse[0]) + exp2_fast(z[4 * j + 2 + c] - lse[1]);
+            float x = power_of_2(z[4 * j + c] - lse[0]) + power_of_2(z[4 * j + 2 + c] - lse[1]);
             for (int lanes = 4; lanes < 32; lanes *= 2) x += __shfl_xor_sync(0xffffffffU, x, lanes);
             if (lane < 4) means[warp * kKeys + 8 * j + 2 * lane + c] = x;
           }

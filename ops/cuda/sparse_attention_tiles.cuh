@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda_bf16.h>
 
+#include "ops/cuda/arithmetic.cuh"
 #include "ops/cuda/tensor_copy.cuh"
 #include "ops/cuda/tensor_cores.cuh"
 #include "ops/sparse_attention.h"
@@ -18,7 +19,7 @@ constexpr int kHeads = 64, kLatent = 512, kExtra = 64, kPanel = 64, kPanels = (k
 constexpr int kGroup = 128;  // threads of a warpgroup
 constexpr int kLine = kPanel * int(sizeof(__nv_bfloat16));
 constexpr int kKeyPanel = kKeys * kLine, kKeyTile = kPanels * kKeyPanel, kHeadPanel = kHeads * kLine;  // bytes
-constexpr float kLog2E = 1.44269504088896340736F, kLn2 = 0.69314718055994530942F;
+constexpr float kLn2 = 0.69314718055994530942F;
 
 struct Inputs {
   const __nv_bfloat16 *q_latent, *q, *latent, *k_extra;
@@ -102,17 +103,6 @@ __device__ void products(float (&z)[kKeys / 2], std::uint32_t heads, std::uint32
   begin_product(z, a(0), b(0));
 #pragma unroll
   for (int i = 1; i < kCount * kSteps; ++i) wgmma<Along::k, Along::k>(z, a(i), b(i));
-}
-
-__device__ inline float exp2_fast(float x) {  // two units in the last place; exp2(-inf) = 0
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ inline std::uint32_t packed(float low, float high) {
-  const __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const std::uint32_t*>(&x);
 }
 
 // A warpgroup's 64 x 32 values, as bf16 and transposed: a line a key with its 64 heads.
