@@ -1,7 +1,9 @@
 // main.cpp -- the program: parses, runs a command, and turns an Error into one log line and an exit code.
 #include <spdlog/spdlog.h>
 
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <functional>
 #include <iostream>
 #include <new>
@@ -21,7 +23,11 @@ int failed(const std::string& cause, ExitCode code) {
 
 int told(const std::function<ExitCode()>& body) {
   try {
-    return int(body());
+    const int code = int(body());
+    std::cout.flush();
+    if (std::fflush(stdout) != 0 || std::ferror(stdout) || !std::cout)
+      throw Error(std::string("standard output cannot be written: ") + std::strerror(errno));
+    return code;
   } catch (const Error& e) {
     return failed(e.what(), e.code());
   } catch (const std::bad_alloc&) {

@@ -59,6 +59,7 @@ std::vector<FileSum> parse_checksums(const std::string& text, const std::string&
 void verify(const std::string& folder, const FileSum& f) {
   const std::string path = folder + "/" + f.file;
   if (!fs::exists(path)) throw Error(path + ": missing; the checkpoint is not complete");
+  if (!fs::is_regular_file(path)) throw Error(path + ": not a file; the checkpoint is not complete");
   const auto size = std::int64_t(fs::file_size(path));
   if (size != f.sum.bytes)
     throw Error(path + ": has " + std::to_string(size) + " bytes, was written with " + std::to_string(f.sum.bytes));
@@ -275,7 +276,9 @@ std::string latest_checkpoint(const std::string& folder) {
   }
   std::string name = io::read_text(pointer);
   while (!name.empty() && (name.back() == '\n' || name.back() == '\r' || name.back() == ' ')) name.pop_back();
-  if (name.empty() || name.find('/') != name.npos || !fs::is_directory(folder + "/" + name))
+  const bool named = name.starts_with("step_") && name.find_first_not_of("0123456789", 5) == name.npos && name.size() < 32;
+  if (!named) throw Error(pointer + (name.empty() ? ": is empty" : ": does not hold the name of a checkpoint, like step_00000100"));
+  if (!fs::is_directory(folder + "/" + name))
     throw Error(pointer + ": names '" + name + "', which is not a checkpoint folder beside it");
   return folder + "/" + name;
 }
@@ -395,7 +398,11 @@ void load_checkpoint(Trainer& t, const std::string& path, bool same_run) {
       if (!v) throw Error(path + ": attribute " + name + " is missing");
       return *v;
     };
-    t.set_progress({number("step"), number("updates"), number("sequences"), number("tokens_seen")});
+    const Progress p{number("step"), number("updates"), number("sequences"), number("tokens_seen")};
+    if (p.step < 0 || p.updates < 0 || p.updates > p.step || p.sequences < 0 || p.tokens < 0)
+      throw Error(path + ": step " + std::to_string(p.step) + ", updates " + std::to_string(p.updates) + ", sequences " +
+                  std::to_string(p.sequences) + ", tokens " + std::to_string(p.tokens) + ": not the progress of a run");
+    t.set_progress(p);
   });
   t.params().publish();
 }

@@ -178,7 +178,9 @@ class Run {
     io::remove_exit(config_.run.dir);
     io::write_text_atomically(config_.run.dir + "/job.yaml", io::to_yaml(config_to_yaml(config_)));
     log_.emplace(config_.run.dir, metric_columns(), trainer_.model().moe_layers(), config_.model.num_experts);
-    log_->resume_after(trainer_.progress().step);
+    if (const auto rows = log_->resume_after(trainer_.progress().step); rows < trainer_.progress().step)
+      spdlog::warn("{}/metrics.csv holds {} of the {} steps before this one; the others are lost", config_.run.dir, rows,
+                   trainer_.progress().step);
     const auto counts = count_parameters(config_);
     spdlog::info(
         "{}: {} parameters, {} active a token; {} ranks: data {} x expert {}; {} sequences of {} tokens a step; {} windows of "

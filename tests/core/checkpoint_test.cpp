@@ -215,7 +215,9 @@ TEST_CASE("a damaged checkpoint is refused before a value is used, and the messa
   CHECK(contains(error_of([&] { core::latest_checkpoint(folder / "all"); }),
                  "3: " + (folder / "all/latest") + ": names 'step_00000009'"));
   overwrite(folder / "all/latest", "");
-  CHECK(contains(error_of([&] { core::latest_checkpoint(folder / "all"); }), "names ''"));
+  CHECK(contains(error_of([&] { core::latest_checkpoint(folder / "all"); }), "is empty"));
+  overwrite(folder / "all/latest", std::string(3000, '\x80'));
+  CHECK(contains(error_of([&] { core::latest_checkpoint(folder / "all"); }), "does not hold the name of a checkpoint"));
   CHECK(core::latest_checkpoint(folder / "nowhere").empty());
 }
 
