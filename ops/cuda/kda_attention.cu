@@ -381,7 +381,7 @@ __global__ void kda_attention_norm_kernel(const S* __restrict__ o, const S* __re
   const float root = 1.0F / sqrtf(warp_sum(sum) / float(H) + eps);
   Pack<S, 4> ys;
   for (int i = 0; i < 4; ++i)
-    ys.at[i] = from_float<S>(d + i < H ? w[d + i] * (to_float(os.at[i]) * root) * sigmoid(to_float(gates.at[i])) : 0.0F);
+    ys.at[i] = from_float<S>(d + i < H ? w[d + i] * (to_float(os.at[i]) * root) * nearly_sigmoid(to_float(gates.at[i])) : 0.0F);
   if (packs && d < H)
     store<4>(y + row * H + d, ys);
   else

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kChunkThreads) kda_attention_backward_norm_ker
     const auto dys = elements(a.dy, d), gates = elements(in.gate, d);
     Pack<S, 4> dgates;
     for (int i = 0; i < 4; ++i) {
-      const float dy = to_float(dys.at[i]), oh = to_float(o[j].at[i]) * root, s = sigmoid(to_float(gates.at[i]));
+      const float dy = to_float(dys.at[i]), oh = to_float(o[j].at[i]) * root, s = nearly_sigmoid(to_float(gates.at[i]));
       const float w = d + i < in.H ? in.o_norm[d + i] : 0;
       e[j][i] = dy * w * s;
       dot += e[j][i] * oh;

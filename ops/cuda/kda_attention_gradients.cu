@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
         for (int row = 0; row < kSub; ++row)
           for (int e = 0; e < 2; ++e) {
             const float c = window.convolved(row, e);
-            to[row][e] = x.norm[kRows * s + kSub * own.sub + row] * to_float(from_float<S>(c * sigmoid(c)));
+            to[row][e] = x.norm[kRows * s + kSub * own.sub + row] * to_float(from_float<S>(c * nearly_sigmoid(c)));
           }
       };
       normed(0, q);
@@ -467,7 +467,7 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(S) == 2 ? 2 : 1)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float c = window.convolved(row, e);
-          part += dc[row][e] * c * sigmoid(c);
+          part += dc[row][e] * c * nearly_sigmoid(c);
         }
         sums.part(at, own.pair) = part;
       }
@@ -483,7 +483,7 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(S) == 2 ? 2 : 1)
         const float norm = s == 2 ? 1.0F : norms[kRows * s + at], along = s == 2 ? 0.0F : norm * norm * row_sums[at];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float c = window.convolved(row, e), sg = sigmoid(c), y = c * sg, dy = norm * (dc[row][e] - along * y);
+          const float c = window.convolved(row, e), sg = nearly_sigmoid(c), y = c * sg, dy = norm * (dc[row][e] - along * y);
           dc[row][e] = dy * (sg + y * (1.0F - sg));
           if (row < kTaps - 1) edges[(own.sub * 3 + row) * kWidth + own.d + e] = dc[row][e];
         }
@@ -606,7 +606,7 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(S) == 2 ? 2 : 1)
         for (int e = 0; e < 2; ++e) {
           const float z = to_float(f[row].at[e]) + gate.bias[e];
           rate_sum += gs[row][e] * gate.unbounded(z) / kLog2E;
-          gs[row][e] *= -gate.rate * sigmoid(z);
+          gs[row][e] *= -gate.rate * nearly_sigmoid(z);
         }
     }
 #pragma unroll

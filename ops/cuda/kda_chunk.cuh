@@ -14,7 +14,8 @@ namespace moetrain::ops::cuda {
 constexpr int kRows = int(kKdaChunk), kSub = int(kKdaSubChunk), kSubs = kRows / kSub, kTaps = 4;
 constexpr int kChunkThreads = 256;
 
-__device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0F + power_of_2(-kLog2E * x)); }
+// By the device's own power of two and reciprocal: within a few units in the last place.
+__device__ __forceinline__ float nearly_sigmoid(float x) { return reciprocal(1.0F + power_of_2(-kLog2E * x)); }
 
 // KdaAttention as kernels see it.
 template <class S>
@@ -173,7 +174,7 @@ struct Gate {
     if (in.lower_bounded) {
 #pragma unroll
       for (int r = 0; r < kSub; ++r)
-        for (int e = 0; e < 2; ++e) g[r][e] = kLog2E * in.lower_bound * sigmoid(rate * (to_float(f[r].at[e]) + bias[e]));
+        for (int e = 0; e < 2; ++e) g[r][e] = kLog2E * in.lower_bound * nearly_sigmoid(rate * (to_float(f[r].at[e]) + bias[e]));
     } else {
 #pragma unroll
       for (int r = 0; r < kSub; ++r)
@@ -252,7 +253,7 @@ struct Operands {
     const RowSums<kWidth> squares_q{reinterpret_cast<float*>(kd)}, squares_k{squares_q.parts + RowSums<kWidth>::kFloats};
     static_assert(2 * RowSums<kWidth>::kFloats * int(sizeof(float)) <= (kTile + kKuRows * kWidth) * int(sizeof(S)));
     if (threadIdx.x < kRows)
-      beta[threadIdx.x] = int(threadIdx.x) < chunk.rows ? sigmoid(to_float(in.b[(chunk.first + threadIdx.x) * in.N + head])) : 0.0F;
+      beta[threadIdx.x] = int(threadIdx.x) < chunk.rows ? nearly_sigmoid(to_float(in.b[(chunk.first + threadIdx.x) * in.N + head])) : 0.0F;
     Pack<S, 2> q[kSub], k[kSub];
     float g[kSub][2];
     if (own.active) {
@@ -268,7 +269,7 @@ struct Operands {
         for (int r = 0; r < kSub; ++r) {
           const int row = kSub * own.sub + r;
           const float c[2] = {window.convolved(r, 0), window.convolved(r, 1)};
-          const Pack<S, 2> pair = two_of<S>(c[0] * sigmoid(c[0]), c[1] * sigmoid(c[1]));
+          const Pack<S, 2> pair = two_of<S>(c[0] * nearly_sigmoid(c[0]), c[1] * nearly_sigmoid(c[1]));
           store<2>(to + place<S, kWidth>(row, own.d), pair);
           const float y[2] = {to_float(pair.at[0]), to_float(pair.at[1])};
           if (s < 2) squares[row * RowSums<kWidth>::kStride + own.pair] = y[0] * y[0] + y[1] * y[1];
