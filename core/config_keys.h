@@ -316,8 +316,8 @@ void visit(V& v, MoeConfig& c) {
   v.key("z_loss", c.z_loss, "weight of the squared log-sum-exp of router logits", at_least(0));
   v.key("min_expert_batch", c.min_expert_batch, "rows an expert waits for before it computes",
         size_from(0).only_default("hold rows back until an expert has enough"));
-  v.key("overlap_chunks", c.overlap_chunks, "parts in which the exchange of rows overlaps with experts",
-        size_from(1).only_default("cut the exchange of rows in parts"));
+  v.key("overlap_chunks", c.overlap_chunks, "parts of a rank's experts: rows of one travel while others work; at most one an expert",
+        size_from(1));
   v.key("max_rows", c.max_rows, "rows a rank may receive in a layer; 0: no limit",
         size_from(0).only_default("limit the rows of a rank"));
 }

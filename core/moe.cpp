@@ -8,12 +8,6 @@
 #include "ops/rmsnorm.h"
 
 namespace moetrain::core {
-namespace {
-
-GroupRows offsets_of(const parallel::ExchangePlan& plan) { return {plan.offsets, plan.device_offsets}; }
-
-}  // namespace
-
 Moe::Moe(const ModelConfig& m, ParamTable& table, int layer, int moe_index)
     : moe_index_(moe_index),
       D_(m.hidden_size),
@@ -114,51 +108,61 @@ void Moe::balance_losses(Pass& pass, const Kept& k, ConstTensor experts, Tensor 
                 ops::ZLoss{.logits = k.logits, .scale = moe.z_loss * pass.scales.per_token, .loss = loss, .dlogits = dlogits});
 }
 
-// Where every expert is here and rows are counted on a device, the host never learns the counts.
-void Moe::plan_exchange(Pass& pass, Kept& k, ConstTensor experts) const {
+// Where every expert is here and rows are counted on a device, the host never learns the counts. Else they start for the host here,
+// and are waited for by plan_exchange.
+void Moe::sort(Pass& pass, Kept& k, ConstTensor experts, Tensor counts) const {
   auto& ctx = pass.ctx;
-  const std::int64_t slots = pass.T() * K_;
-  const bool stay = ctx.device() == Device::cuda && pass.exchange->ranks() == 1;
   k.slot_row = pass.kept.take(DType::i64, {pass.T(), K_});
+  const bool stay = ctx.device() == Device::cuda && pass.exchange->ranks() == 1;
   const Tensor offsets = stay ? pass.kept.take(DType::i64, {E_ + 1}) : Tensor{};
-  Scope scope(ctx.scratch);
-  const Tensor counts = ctx.scratch.take(DType::i64, {E_});
   ops::sort_slots(ctx, ops::SortSlots{.experts = experts, .slot_row = k.slot_row, .counts = counts, .offsets = offsets});
-  if (stay) {
-    k.plan = pass.exchange->stay(offsets, slots);
-    return;
-  }
-  std::vector<std::int64_t> host_counts(std::size_t(E_), slots / E_);  // on Device::dry: balanced
-  if (ctx.device() == Device::dry)
-    for (std::int64_t e = 0; e < slots % E_; ++e) ++host_counts[std::size_t(e)];
-  pass.exchange->settle();
-  copy_to_host(ctx.device(), host_counts.data(), counts.data, counts.bytes());
-  k.plan = pass.exchange->plan(pass.kept, host_counts);
+  if (stay)
+    k.plan = parallel::ExpertExchange::stay(offsets, pass.T() * K_);
+  else if (!ctx.dry())
+    pass.exchange->fetch(ctx, counts);
 }
 
-void Moe::run_experts(Pass& pass, ConstTensor z, Kept& k, ConstTensor experts) const {
+void Moe::plan_exchange(Pass& pass, Kept& k) const {
+  if (!k.plan.parts.empty()) return;
+  if (!pass.ctx.dry()) {
+    k.plan = pass.exchange->plan(pass.ctx, pass.kept, pass.exchange->fetched());
+    return;
+  }
+  const std::int64_t slots = pass.T() * K_;
+  std::vector<std::int64_t> balanced(std::size_t(E_), slots / E_);
+  for (std::int64_t e = 0; e < slots % E_; ++e) ++balanced[std::size_t(e)];
+  k.plan = pass.exchange->plan(pass.ctx, pass.kept, balanced);
+}
+
+// `meanwhile` runs while the first rows travel.
+template <class Meanwhile>
+void Moe::run_experts(Pass& pass, ConstTensor z, Kept& k, const Meanwhile& meanwhile) const {
   auto& ctx = pass.ctx;
-  plan_exchange(pass, k, experts);
+  Scope scope(ctx.scratch);
   const bool alone = pass.exchange->ranks() == 1;  // rows are then in their place already
-  const std::int64_t slots = pass.T() * K_, R = k.plan.received();
-  k.received = pass.keep({R, Z_});
+  const std::int64_t slots = pass.T() * K_;
+  const Tensor rows = alone ? pass.keep({slots, Z_}) : pass.scratch({slots, Z_});
+  ops::spread_rows(ctx, ops::SpreadRows{.x = z, .slot_row = k.slot_row, .rows = rows});
+  plan_exchange(pass, k);
+  const std::int64_t R = k.plan.received;
+  k.received = alone ? rows : pass.keep({R, Z_});
   k.gate = pass.keep({R, F_});
   k.up = pass.keep({R, F_});
   k.act = pass.keep({R, F_});
   k.returned = pass.keep({slots, Z_});
-  {
-    Scope scope(ctx.scratch);
-    const Tensor rows = alone ? k.received : pass.scratch({slots, Z_});
-    ops::spread_rows(ctx, ops::SpreadRows{.x = z, .slot_row = k.slot_row, .rows = rows});
-    if (!alone) pass.exchange->out(ctx, k.plan, rows, k.received);
+  const Tensor travelling = alone ? Tensor{} : pass.scratch({R, Z_}), out = alone ? k.returned : pass.scratch({R, Z_});
+  if (!alone) pass.exchange->begin_out(k.plan, rows, travelling);
+  meanwhile();
+  for (const auto& part : k.plan.parts) {
+    const Tensor received = part.of(k.received), gate = part.of(k.gate), up = part.of(k.up), act = part.of(k.act);
+    if (!alone) pass.exchange->finish_out(ctx, part, travelling, received);
+    project_grouped(pass, w1_, part, received, gate);
+    project_grouped(pass, w3_, part, received, up);
+    ops::glu(ctx, ops::GluForward{.kind = act_, .beta = beta_, .linear_beta = linear_beta_, .g = gate, .u = up, .y = act});
+    project_grouped(pass, w2_, part, act, part.of(out));
+    if (!alone) pass.exchange->begin_back(ctx, part, part.of(out), travelling, k.returned);
   }
-  project_grouped(pass, w1_, offsets_of(k.plan), k.received, k.gate);
-  project_grouped(pass, w3_, offsets_of(k.plan), k.received, k.up);
-  ops::glu(ctx, ops::GluForward{.kind = act_, .beta = beta_, .linear_beta = linear_beta_, .g = k.gate, .u = k.up, .y = k.act});
-  Scope scope(ctx.scratch);
-  const Tensor out = alone ? k.returned : pass.scratch({R, Z_});
-  project_grouped(pass, w2_, offsets_of(k.plan), k.act, out);
-  if (!alone) pass.exchange->back(ctx, k.plan, out, k.returned);
+  if (!alone) pass.exchange->finish_back(k.plan);
 }
 
 void Moe::forward(Pass& pass, ConstTensor x, Kept& k, Tensor experts, Tensor y) const {
@@ -166,63 +170,82 @@ void Moe::forward(Pass& pass, ConstTensor x, Kept& k, Tensor experts, Tensor y) 
   Scope scope(ctx.scratch);
   k.x = x;
   route(pass, x, k, experts);
+  const Tensor counts = ctx.scratch.take(DType::i64, {E_});  // held until they have arrived
+  sort(pass, k, experts, counts);
   ConstTensor z = x;
   if (latent_) {
     const Tensor down = pass.scratch({pass.T(), Z_});
     project(pass, down_, x, down);
     z = down;
   }
-  run_experts(pass, z, k, experts);
+  run_experts(pass, z, k, [&] {
+    if (shared_) shared_->forward(pass, x, k.shared, y);
+  });
   k.combined = latent_ ? pass.keep({pass.T(), Z_}) : y;
-  ops::collect_rows(ctx, ops::CollectRows{.rows = k.returned, .slot_row = k.slot_row, .weights = k.weights, .y = k.combined});
-  if (latent_) {
-    ConstTensor latent = k.combined;
-    if (norm_) {
-      k.combined_r = pass.keep_real({pass.T()});
-      k.normed = pass.keep({pass.T(), Z_});
-      ops::rmsnorm(ctx,
-                   ops::RmsNormForward{
-                       .x = k.combined, .w = pass.params.weight(norm_id_), .y = k.normed, .r = k.combined_r, .eps = norm_eps_});
-      latent = k.normed;
-    }
-    project(pass, up_, latent, y);
+  ops::collect_rows(ctx, ops::CollectRows{.rows = k.returned,
+                                          .slot_row = k.slot_row,
+                                          .weights = k.weights,
+                                          .y = k.combined,
+                                          .add = !latent_ && shared_.has_value()});
+  if (!latent_) return;
+  ConstTensor latent = k.combined;
+  if (norm_) {
+    k.combined_r = pass.keep_real({pass.T()});
+    k.normed = pass.keep({pass.T(), Z_});
+    ops::rmsnorm(ctx, ops::RmsNormForward{
+                          .x = k.combined, .w = pass.params.weight(norm_id_), .y = k.normed, .r = k.combined_r, .eps = norm_eps_});
+    latent = k.normed;
   }
-  if (shared_) shared_->forward(pass, x, k.shared, y, true);
+  project(pass, up_, latent, y, shared_.has_value());
 }
 
-void Moe::run_experts_backward(Pass& pass, const Kept& k, ConstTensor dcombined, Tensor dz, Tensor dweights) const {
+// A part's rows leave for home before the gradients of its weights are summed, and travel while they are.
+template <class Meanwhile>
+void Moe::run_experts_backward(Pass& pass, const Kept& k, ConstTensor dcombined, Tensor dz, Tensor dweights,
+                               const Meanwhile& meanwhile) const {
   auto& ctx = pass.ctx;
   Scope scope(ctx.scratch);
   const bool alone = pass.exchange->ranks() == 1;
-  const std::int64_t slots = pass.T() * K_, R = k.plan.received();
+  const std::int64_t slots = pass.T() * K_, R = k.plan.received;
   const Tensor dslots = pass.scratch({slots, Z_}), dreceived = alone ? dslots : pass.scratch({R, Z_});
+  const Tensor travelling = alone ? Tensor{} : pass.scratch({R, Z_});
   ops::collect_rows(ctx, ops::CollectRowsBackward{.dy = dcombined,
                                                   .rows = k.returned,
                                                   .slot_row = k.slot_row,
                                                   .weights = k.weights,
                                                   .drows = dslots,
                                                   .dweights = dweights});
-  if (!alone) pass.exchange->out(ctx, k.plan, dslots, dreceived);
-  const Tensor dgate = pass.scratch({R, F_}), dup = pass.scratch({R, F_});
-  project_grouped_backward(pass, w2_, offsets_of(k.plan), dreceived, k.act, dgate);
-  ops::glu(
-      ctx,
-      ops::GluBackward{
-          .kind = act_, .beta = beta_, .linear_beta = linear_beta_, .dy = dgate, .g = k.gate, .u = k.up, .dg = dgate, .du = dup});
-  project_grouped_backward(pass, w1_, offsets_of(k.plan), dgate, k.received, dreceived);
-  project_grouped_backward(pass, w3_, offsets_of(k.plan), dup, k.received, dreceived, true);
-  if (!alone) pass.exchange->back(ctx, k.plan, dreceived, dslots);
+  if (!alone) pass.exchange->begin_out(k.plan, dslots, travelling);
+  meanwhile();
+  const Tensor dgates = pass.scratch({R, F_}), dups = pass.scratch({R, F_});
+  const auto dw1 = pass.params.first_gradient(w1_), dw2 = pass.params.first_gradient(w2_), dw3 = pass.params.first_gradient(w3_);
+  for (const auto& part : k.plan.parts) {
+    const Tensor d = part.of(dreceived), dgate = part.of(dgates), dup = part.of(dups);
+    const Tensor received = part.of(k.received);
+    if (!alone) pass.exchange->finish_out(ctx, part, travelling, d);
+    project_grouped_backward(pass, w2_, part, d, dgate);
+    project_grouped_gradient(pass, dw2, part, d, part.of(k.act));
+    ops::glu(ctx, ops::GluBackward{.kind = act_,
+                                   .beta = beta_,
+                                   .linear_beta = linear_beta_,
+                                   .dy = dgate,
+                                   .g = part.of(k.gate),
+                                   .u = part.of(k.up),
+                                   .dg = dgate,
+                                   .du = dup});
+    project_grouped_backward(pass, w1_, part, dgate, d);
+    project_grouped_backward(pass, w3_, part, dup, d, true);
+    if (!alone) pass.exchange->begin_back(ctx, part, d, travelling, dslots);
+    project_grouped_gradient(pass, dw1, part, dgate, received);
+    project_grouped_gradient(pass, dw3, part, dup, received);
+  }
+  if (!alone) pass.exchange->finish_back(k.plan);
   ops::collect_rows(ctx, ops::CollectRows{.rows = dslots, .slot_row = k.slot_row, .weights = {}, .y = dz});
 }
 
 void Moe::backward(Pass& pass, const Kept& k, ConstTensor experts, ConstTensor dy, Tensor dx) const {
   auto& ctx = pass.ctx;
   Scope scope(ctx.scratch);
-  if (shared_)
-    shared_->backward(pass, k.shared, dy, dx);
-  else
-    fill(ctx.device(), dx.data, 0, dx.bytes());
-
   ConstTensor dcombined = dy;
   if (latent_) {
     const Tensor dlatent = pass.scratch({pass.T(), Z_});
@@ -237,7 +260,12 @@ void Moe::backward(Pass& pass, const Kept& k, ConstTensor experts, ConstTensor d
     dcombined = dlatent;
   }
   const Tensor dweights = pass.scratch_real({pass.T(), K_}), dz = pass.scratch({pass.T(), Z_});
-  run_experts_backward(pass, k, dcombined, dz, dweights);
+  run_experts_backward(pass, k, dcombined, dz, dweights, [&] {
+    if (shared_)
+      shared_->backward(pass, k.shared, dy, dx);
+    else
+      fill(ctx.device(), dx.data, 0, dx.bytes());
+  });
   if (latent_)
     project_backward(pass, down_, dz, k.x, dx, true);
   else

@@ -2,7 +2,8 @@
 //
 //   p, e = router(W_r x)      z = W_down x (or x without a latent)      y_s = W2_e glu(W1_e z, W3_e z) for each chosen slot s
 //   r = sum_s p_s y_s (fixed order)      out = W_up RMSNorm(r) (or r) + shared(x)
-// Rows travel to their experts' ranks in the latent width, and back, with true counts.
+// Rows travel to their experts' ranks in the latent width, and back, with true counts, in parts: while one travels, experts work on
+// another, and the shared experts on what is theirs (parallel/expert_exchange.h).
 #pragma once
 #include <optional>
 #include <string>
@@ -37,9 +38,13 @@ class Moe {
   void route(Pass& pass, ConstTensor x, Kept& kept, Tensor experts) const;
   void count(Pass& pass, const Kept& kept, ConstTensor experts, ConstTensor cutoff) const;
   void balance_losses(Pass& pass, const Kept& kept, ConstTensor experts, Tensor loss, Tensor dlogits) const;
-  void plan_exchange(Pass& pass, Kept& kept, ConstTensor experts) const;
-  void run_experts(Pass& pass, ConstTensor z, Kept& kept, ConstTensor experts) const;
-  void run_experts_backward(Pass& pass, const Kept& kept, ConstTensor dcombined, Tensor dz, Tensor dweights) const;
+  void sort(Pass& pass, Kept& kept, ConstTensor experts, Tensor counts) const;
+  void plan_exchange(Pass& pass, Kept& kept) const;
+  template <class Meanwhile>
+  void run_experts(Pass& pass, ConstTensor z, Kept& kept, const Meanwhile& meanwhile) const;
+  template <class Meanwhile>
+  void run_experts_backward(Pass& pass, const Kept& kept, ConstTensor dcombined, Tensor dz, Tensor dweights,
+                            const Meanwhile& meanwhile) const;
 
   int moe_index_;
   std::int64_t D_, E_, K_, F_, Z_;

@@ -38,25 +38,36 @@ void project_backward(Pass& pass, int id, ConstTensor dy, ConstTensor x, Tensor 
                                             .write_dw = write});
 }
 
-void project_grouped(Pass& pass, int id, const GroupRows& groups, ConstTensor x, Tensor y) {
-  ops::grouped_linear(
-      pass.ctx,
-      ops::GroupedLinearForward{
-          .x = x, .w = pass.params.weight(id), .y = y, .offsets = groups.offsets, .device_offsets = groups.device_offsets});
+void project_grouped(Pass& pass, int id, const parallel::ExchangePart& part, ConstTensor x, Tensor y) {
+  ops::grouped_linear(pass.ctx, ops::GroupedLinearForward{.x = x,
+                                                          .w = pass.params.weight(id).rows(part.first_expert, part.last_expert),
+                                                          .y = y,
+                                                          .offsets = part.offsets,
+                                                          .device_offsets = part.device_offsets});
 }
 
-void project_grouped_backward(Pass& pass, int id, const GroupRows& groups, ConstTensor dy, ConstTensor x, Tensor dx, bool add_dx) {
-  const auto [dw, write] = pass.params.first_gradient(id);
-  if (!dw.present() && !dx.present()) return;
+void project_grouped_backward(Pass& pass, int id, const parallel::ExchangePart& part, ConstTensor dy, Tensor dx, bool add_dx) {
+  ops::grouped_linear(pass.ctx, ops::GroupedLinearBackward{.dy = dy,
+                                                           .x = {},
+                                                           .w = pass.params.weight(id).rows(part.first_expert, part.last_expert),
+                                                           .dx = dx,
+                                                           .dw = {},
+                                                           .offsets = part.offsets,
+                                                           .device_offsets = part.device_offsets,
+                                                           .add_dx = add_dx});
+}
+
+void project_grouped_gradient(Pass& pass, const parallel::ShardedParams::FirstGradient& gradient, const parallel::ExchangePart& part,
+                              ConstTensor dy, ConstTensor x) {
+  if (!gradient.dw.present()) return;
   ops::grouped_linear(pass.ctx, ops::GroupedLinearBackward{.dy = dy,
                                                            .x = x,
-                                                           .w = pass.params.weight(id),
-                                                           .dx = dx,
-                                                           .dw = dw,
-                                                           .offsets = groups.offsets,
-                                                           .device_offsets = groups.device_offsets,
-                                                           .add_dx = add_dx,
-                                                           .write_dw = write});
+                                                           .w = {},
+                                                           .dx = {},
+                                                           .dw = gradient.dw.rows(part.first_expert, part.last_expert),
+                                                           .offsets = part.offsets,
+                                                           .device_offsets = part.device_offsets,
+                                                           .write_dw = gradient.write});
 }
 
 void project_heads(Pass& pass, int id, const HeadSlice& s, ConstTensor x, Tensor y) {

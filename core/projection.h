@@ -4,8 +4,6 @@
 // The weight of parameter `id` must be gathered. Its gradient adds, or writes where it is the first of a step; a frozen parameter
 // gets none, and an absent dx is not computed.
 #pragma once
-#include <span>
-
 #include "core/pass.h"
 #include "ops/head_linear.h"
 
@@ -15,13 +13,12 @@ namespace moetrain::core {
 void project(Pass& pass, int id, ConstTensor x, Tensor y, bool add = false);
 void project_backward(Pass& pass, int id, ConstTensor dy, ConstTensor x, Tensor dx, bool add_dx = false);
 
-// Rows of each local expert through its own matrix.
-struct GroupRows {
-  std::span<const std::int64_t> offsets;  // (e+1)
-  ConstTensor device_offsets;             // as ops/grouped_linear.h
-};
-void project_grouped(Pass& pass, int id, const GroupRows& groups, ConstTensor x, Tensor y);
-void project_grouped_backward(Pass& pass, int id, const GroupRows& groups, ConstTensor dy, ConstTensor x, Tensor dx, bool add_dx = false);
+// The rows of each expert of a part through its own matrix.
+void project_grouped(Pass& pass, int id, const parallel::ExchangePart& part, ConstTensor x, Tensor y);
+void project_grouped_backward(Pass& pass, int id, const parallel::ExchangePart& part, ConstTensor dy, Tensor dx, bool add_dx = false);
+// gradient: of the whole parameter, asked for once for all parts.
+void project_grouped_gradient(Pass& pass, const parallel::ShardedParams::FirstGradient& gradient, const parallel::ExchangePart& part,
+                              ConstTensor dy, ConstTensor x);
 
 // A slice of each head's rows of W (N (A), C), between heads and latent (ops/head_linear.h).
 struct HeadSlice {

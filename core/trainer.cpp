@@ -34,7 +34,8 @@ void Trainer::allocate(bool poison) {
   params_ = std::make_unique<parallel::ShardedParams>(memory_, layout_.tensors, layout_.units, config_.parallel.reshard_after_use, poison);
   optimizer_ = std::make_unique<Optimizer>(memory_, config_.optimizer, table_, *params_);
   const std::int64_t layers = model_.moe_layers(), E = config_.model.num_experts;
-  if (layers > 0) exchange_ = std::make_unique<parallel::ExpertExchange>(*mesh_.expert().data, *mesh_.expert().control, E);
+  if (layers > 0)
+    exchange_ = std::make_unique<parallel::ExpertExchange>(*mesh_.expert().data, *mesh_.expert().control, E, config_.moe.overlap_chunks);
 
   const DType real = real_of(config_.run.dtype);
   auto own = [&](DType dtype, Shape shape) { return OwnedTensor(memory_, Category::workspace, dtype, shape); };

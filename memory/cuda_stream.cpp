@@ -1,6 +1,9 @@
 // cuda_stream.cpp -- streams and events by the CUDA runtime.
 #include <spdlog/spdlog.h>
 
+#include <cstring>
+
+#include "memory/check.h"
 #include "memory/cuda_check.h"
 #include "memory/stream.h"
 
@@ -34,6 +37,38 @@ Stream::Stream(bool urgent) {
   cuda_ok(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, urgent ? most : least));
 }
 Stream::~Stream() { warn_unless_ok(cudaStreamDestroy(stream_), "cudaStreamDestroy"); }
+
+void release_pinned(void* data) noexcept { warn_unless_ok(cudaFreeHost(data), "cudaFreeHost"); }
+
+namespace {
+
+Handle<void*, release_pinned> pinned(std::int64_t bytes) {
+  void* data = nullptr;
+  cuda_ok(cudaMallocHost(&data, std::size_t(bytes)));
+  return Handle<void*, release_pinned>(data);
+}
+
+}  // namespace
+
+Link::Link(std::int64_t bytes) : bytes_(bytes), down_(pinned(bytes)), up_(pinned(bytes)), stream_(/*urgent=*/true) {}
+void Link::fetch(const void* from, std::int64_t bytes) {
+  check(bytes <= bytes_, "link: a block is larger than was said", {{"bytes", bytes}, {"most", bytes_}});
+  ready_.record(nullptr);
+  wait(stream_.get(), ready_);
+  cuda_ok(cudaMemcpyAsync(down_.get(), from, std::size_t(bytes), cudaMemcpyDeviceToHost, stream_.get()));
+  arrived_.record(stream_.get());
+}
+const void* Link::fetched() const {
+  arrived_.synchronize();
+  return down_.get();
+}
+void Link::push(void* to, const void* data, std::int64_t bytes) {
+  check(bytes <= bytes_, "link: a block is larger than was said", {{"bytes", bytes}, {"most", bytes_}});
+  gone_.synchronize();
+  std::memcpy(up_.get(), data, std::size_t(bytes));
+  cuda_ok(cudaMemcpyAsync(to, up_.get(), std::size_t(bytes), cudaMemcpyHostToDevice, nullptr));
+  gone_.record(nullptr);
+}
 
 void wait(CUstream_st* stream, const Event& for_it) { cuda_ok(cudaStreamWaitEvent(stream, for_it.get())); }
 void synchronize(CUstream_st* stream) { cuda_ok(cudaStreamSynchronize(stream)); }

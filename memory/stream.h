@@ -1,5 +1,8 @@
 // stream.h -- a queue of work on a CUDA device and marks in it, owned; defined only in a build with CUDA.
 #pragma once
+#include <cstdint>
+
+#include "memory/handle.h"
 
 struct CUstream_st;  // cudaStream_t and cudaEvent_t without the CUDA headers
 struct CUevent_st;
@@ -34,6 +37,23 @@ class Stream {
 
  private:
   CUstream_st* stream_ = nullptr;
+};
+
+void release_pinned(void* data) noexcept;  // warns, never throws
+
+// Small blocks between host and device for which neither stands still: pinned memory, and a stream for what goes to the host.
+class Link {
+ public:
+  explicit Link(std::int64_t bytes);                          // the most of a block
+  void fetch(const void* from, std::int64_t bytes);           // what lies there once the default stream has done its work so far
+  const void* fetched() const;                                // the host waits for that, and for nothing queued since
+  void push(void* to, const void* data, std::int64_t bytes);  // there for later work of the default stream; waits for the last block
+
+ private:
+  std::int64_t bytes_;
+  Handle<void*, release_pinned> down_, up_;
+  Stream stream_;
+  Event ready_, arrived_, gone_;
 };
 
 void wait(CUstream_st* stream, const Event& for_it);  // work queued from now on waits, the host does not

@@ -4,12 +4,13 @@
 // counts[e] rows after those of the experts below it. counts, and not a padded block, bound an expert; it may own none.
 //
 //   spread:   rows[slot_row[t,k]] = x[t]
-//   collect:  y[t] = sum_k weights[t,k] rows[slot_row[t,k]]                                   k ascending
+//   collect:  y[t] = (or +=) sum_k weights[t,k] rows[slot_row[t,k]]                                   k ascending
+//   place:    to[begins[n] + i] = places[n] + i      for i in [0, begins[n+1] - begins[n]): runs of rows to where they belong
 //   backward: dweights[t,k] = sum_d dy[t,d] rows[slot_row[t,k],d];  drows[slot_row[t,k]] = weights[t,k] dy[t]
 // The gradient of spread is collect without weights (1 each); the gradient of collect without weights is spread.
 //
 // spread_rows and move_rows copy bits of any dtype. collect_rows sums in real (f32 for bf16, f64 for f64) and rounds once.
-// Everything is written, nothing adds. Nothing aliases, but for drows, which may be rows. slot_row and to must name every row once,
+// Everything is written but collect's y with `add`. Nothing aliases, but for drows, which may be rows. slot_row and to must name every row once,
 // experts numbers below E (on the CPU their ranges are checked). Bitwise repeatable for any number of threads.
 #pragma once
 #include "ops/context.h"
@@ -61,6 +62,7 @@ struct CollectRows {
   ConstTensor slot_row;  // (T, K) i64
   ConstTensor weights;   // (T, K) real; absent: 1
   Tensor y;              // (T, D)
+  bool add = false;      // y += instead of y =, rounded once
   void check_shapes() const {
     check_storage(rows, "collect_rows: rows are not (T*K, D) of a storage type");
     check_slots(slot_row, y.shape[0], rows.shape[0], "collect_rows: slot_row is not (T, K) i64 for T tokens and T*K rows");
@@ -96,6 +98,19 @@ struct CollectRowsBackward {
   }
 };
 
+struct PlaceRuns {
+  ConstTensor begins;  // (n+1) i64, ascending from 0 to R; empty runs are normal
+  ConstTensor places;  // (n) i64
+  Tensor to;           // (R) i64, written
+  void check_shapes() const {
+    check(begins.shape == Shape{places.count() + 1} && places.shape.rank() == 1 && to.shape.rank() == 1,
+          "place_runs: begins are not one more than places, or to is not (R)",
+          {{"begins", begins.count()}, {"places", places.count()}, {"rank", to.shape.rank()}});
+    check(begins.dtype == DType::i64 && places.dtype == DType::i64 && to.dtype == DType::i64, "place_runs: not i64",
+          {{"begins", int(begins.dtype)}, {"places", int(places.dtype)}, {"to", int(to.dtype)}});
+  }
+};
+
 struct MoveRows {
   ConstTensor x;        // (R, D)
   ConstTensor to;       // (R) i64, a permutation
@@ -115,6 +130,7 @@ void sort_slots(Context&, const SortSlots&);
 void spread_rows(Context&, const SpreadRows&);
 void collect_rows(Context&, const CollectRows&);
 void collect_rows(Context&, const CollectRowsBackward&);
+void place_runs(Context&, const PlaceRuns&);
 void move_rows(Context&, const MoveRows&);
 }  // namespace cpu
 namespace cuda {
@@ -122,6 +138,7 @@ void sort_slots(Context&, const SortSlots&);
 void spread_rows(Context&, const SpreadRows&);
 void collect_rows(Context&, const CollectRows&);
 void collect_rows(Context&, const CollectRowsBackward&);
+void place_runs(Context&, const PlaceRuns&);
 void move_rows(Context&, const MoveRows&);
 }  // namespace cuda
 
@@ -151,6 +168,13 @@ inline void collect_rows(Context& ctx, const CollectRowsBackward& a) {
       ctx, "collect_rows backward", a, [&] { cpu::collect_rows(ctx, a); },
       [&] {
         if constexpr (kHasCuda) cuda::collect_rows(ctx, a);
+      });
+}
+inline void place_runs(Context& ctx, const PlaceRuns& a) {
+  dispatch(
+      ctx, "place_runs forward", a, [&] { cpu::place_runs(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::place_runs(ctx, a);
       });
 }
 inline void move_rows(Context& ctx, const MoveRows& a) {

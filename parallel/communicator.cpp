@@ -2,6 +2,8 @@
 #include "parallel/communicator.h"
 
 #include <chrono>
+#include <cstddef>
+#include <vector>
 
 namespace moetrain::parallel {
 namespace {
@@ -48,19 +50,43 @@ void Communicator::all_reduce(Tensor values, Reduction reduction) {
   do_all_reduce(values, reduction);
 }
 
-void Communicator::all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive,
-                              std::span<const std::int64_t> receive_bytes) {
-  check(std::int64_t(send_bytes.size()) == size_ && std::int64_t(receive_bytes.size()) == size_, "all_to_all: not one size a rank",
-        {{"ranks", size_}, {"send", std::int64_t(send_bytes.size())}, {"receive", std::int64_t(receive_bytes.size())}});
+void Communicator::begin_all_to_all(std::span<const Outgoing> send, std::span<const Incoming> receive) {
+  check(std::int64_t(send.size()) == size_ && std::int64_t(receive.size()) == size_, "all_to_all: not one piece a rank",
+        {{"ranks", size_}, {"send", std::int64_t(send.size())}, {"receive", std::int64_t(receive.size())}});
   for (int r = 0; r < size_; ++r) {
-    const auto out = send_bytes[std::size_t(r)], in = receive_bytes[std::size_t(r)];
+    const auto out = send[std::size_t(r)].bytes, in = receive[std::size_t(r)].bytes;
     check(out >= 0 && in >= 0, "all_to_all: negative bytes", {{"rank", r}, {"send", out}, {"receive", in}});
     if (r != rank_) traffic_.bytes_exchanged += out;
   }
-  check(send_bytes[std::size_t(rank_)] == receive_bytes[std::size_t(rank_)], "all_to_all: own part differs from itself",
-        {{"send", send_bytes[std::size_t(rank_)]}, {"receive", receive_bytes[std::size_t(rank_)]}});
+  check(send[std::size_t(rank_)].bytes == receive[std::size_t(rank_)].bytes, "all_to_all: own part differs from itself",
+        {{"send", send[std::size_t(rank_)].bytes}, {"receive", receive[std::size_t(rank_)].bytes}});
   Stopwatch waiting(traffic_.exposed_seconds);
-  do_all_to_all(send, send_bytes, receive, receive_bytes);
+  do_begin_all_to_all(send, receive);
+  ++under_way_;
+}
+
+void Communicator::end_all_to_all() {
+  check(under_way_ > 0, "all_to_all: none is under way");
+  Stopwatch waiting(traffic_.exposed_seconds);
+  do_end_all_to_all();
+  --under_way_;
+}
+
+void Communicator::all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive,
+                              std::span<const std::int64_t> receive_bytes) {
+  check(under_way_ == 0, "all_to_all: others are under way", {{"under way", under_way_}});
+  std::vector<Outgoing> out;
+  std::vector<Incoming> in;
+  for (const auto bytes : send_bytes) {
+    out.push_back({send, bytes});
+    if (send) send = static_cast<const std::byte*>(send) + bytes;
+  }
+  for (const auto bytes : receive_bytes) {
+    in.push_back({receive, bytes});
+    if (receive) receive = static_cast<std::byte*>(receive) + bytes;
+  }
+  begin_all_to_all(out, in);
+  end_all_to_all();
 }
 
 void Communicator::broadcast(void* data, std::int64_t bytes, int root) {

@@ -11,7 +11,7 @@ namespace moetrain::parallel {
 
 enum class Reduction : std::uint8_t { sum, max, min };
 
-// What a group has moved and how long its callers stood still for it (CPU exchanges are never hidden).
+// What a group has moved and how long its callers stood still for it.
 struct Traffic {
   std::int64_t bytes_gathered = 0;   // all-gather: bytes that reached this rank from others; reduce-scatter: bytes that left it for
                                      // others; all-reduce: as one of each over equal shares
@@ -43,7 +43,19 @@ class Communicator {
   void reduce_scatter(std::span<const Scatter> pieces);
   // The same bits on every rank. f32, f64, i32, i64.
   void all_reduce(Tensor values, Reduction reduction);
-  // Bytes [sum of send_bytes before r, ...) go to rank r; what rank s sent lands at [sum of receive_bytes before s, ...).
+  struct Outgoing {
+    const void* data;
+    std::int64_t bytes;
+  };
+  struct Incoming {
+    void* data;
+    std::int64_t bytes;
+  };
+  // send[r] goes to rank r, what rank s sent lands in receive[s]. It may travel while other work runs: no piece may be touched before
+  // its end. Exchanges end in the order in which they began.
+  void begin_all_to_all(std::span<const Outgoing> send, std::span<const Incoming> receive);
+  void end_all_to_all();
+  // Both at once. Bytes [sum of send_bytes before r, ...) go to rank r; what rank s sent lands at [sum of receive_bytes before s, ...).
   void all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive,
                   std::span<const std::int64_t> receive_bytes);
   void broadcast(void* data, std::int64_t bytes, int root);
@@ -62,11 +74,11 @@ class Communicator {
   virtual void do_all_gather(std::span<const Gather> pieces) = 0;
   virtual void do_reduce_scatter(std::span<const Scatter> pieces) = 0;
   virtual void do_all_reduce(Tensor values, Reduction reduction) = 0;
-  virtual void do_all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive,
-                             std::span<const std::int64_t> receive_bytes) = 0;
+  virtual void do_begin_all_to_all(std::span<const Outgoing> send, std::span<const Incoming> receive) = 0;
+  virtual void do_end_all_to_all() = 0;
   virtual void do_broadcast(void* data, std::int64_t bytes, int root) = 0;
   virtual void do_barrier() = 0;
-  int rank_, size_;
+  int rank_, size_, under_way_ = 0;
   Traffic traffic_;
 };
 

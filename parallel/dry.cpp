@@ -17,7 +17,8 @@ class Dry final : public Communicator {
   void do_all_gather(std::span<const Gather>) override {}
   void do_reduce_scatter(std::span<const Scatter>) override {}
   void do_all_reduce(Tensor, Reduction) override {}
-  void do_all_to_all(const void*, std::span<const std::int64_t>, void*, std::span<const std::int64_t>) override {}
+  void do_begin_all_to_all(std::span<const Outgoing>, std::span<const Incoming>) override {}
+  void do_end_all_to_all() override {}
   void do_broadcast(void*, std::int64_t, int) override {}
   void do_barrier() override {}
 };

@@ -1,107 +1,171 @@
 // expert_exchange.cpp -- counts first, then rows: each rank learns what it gets, and sorts it by expert after arrival.
 #include "parallel/expert_exchange.h"
 
-#include <numeric>
+#include <algorithm>
+#include <cstddef>
 
-#include "ops/elementwise.h"
 #include "ops/permute.h"
 
 namespace moetrain::parallel {
 namespace {
 
-std::vector<std::int64_t> times(const std::vector<std::int64_t>& rows, std::int64_t bytes) {
-  std::vector<std::int64_t> sizes;
-  for (const auto n : rows) sizes.push_back(n * bytes);
-  return sizes;
-}
+std::int64_t bytes_of_row(ConstTensor rows) { return rows.shape[1] * size_of(rows.dtype); }
 
 void check_rows(const ExchangePlan& plan, ConstTensor here, ConstTensor there) {
-  check(here.shape.rank() == 2 && here.shape == Shape{plan.sent(), here.shape[1]}, "expert exchange: rows are not (sent, D)",
-        {{"sent", plan.sent()}, {"rows", here.shape[0]}});
-  check(there.shape == here.shape.with_dim0(plan.received()) && there.dtype == here.dtype,
-        "expert exchange: received is not (received, D) of the rows' type",
-        {{"received", plan.received()}, {"rows", there.shape[0]}});
+  check(here.shape.rank() == 2 && here.shape == Shape{plan.sent, here.shape[1]}, "expert exchange: rows are not (sent, D)",
+        {{"sent", plan.sent}, {"rows", here.shape[0]}});
+  check(there.shape == here.shape.with_dim0(plan.received) && there.dtype == here.dtype,
+        "expert exchange: room for rows on their way is not (received, D) of the rows' type",
+        {{"received", plan.received}, {"rows", there.shape[0]}});
+}
+
+// `rows` by the ranks that own their experts (Piece: Outgoing on the way out, Incoming on the way back).
+template <class Piece, class AnyTensor>
+std::vector<Piece> by_owner(const ExchangePart& part, AnyTensor rows) {
+  std::vector<Piece> pieces;
+  for (const auto& run : part.send) pieces.push_back({rows.rows(run.first, run.first + run.count).data, run.count * bytes_of_row(rows)});
+  return pieces;
+}
+// The part's rows among `travelling`, in the order of arrival, by the ranks they came from.
+template <class Piece, class AnyTensor>
+std::vector<Piece> by_source(const ExchangePart& part, AnyTensor travelling) {
+  std::vector<Piece> pieces;
+  std::int64_t row = part.first_row;
+  for (const auto count : part.receive_rows) {
+    pieces.push_back({travelling.rows(row, row + count).data, count * bytes_of_row(travelling)});
+    row += count;
+  }
+  return pieces;
 }
 
 }  // namespace
 
-std::int64_t ExchangePlan::sent() const { return std::accumulate(send_rows.begin(), send_rows.end(), std::int64_t(0)); }
-
-ExpertExchange::ExpertExchange(Communicator& group, Communicator& control, std::int64_t experts)
-    : group_(group), control_(control), experts_(experts) {
+ExpertExchange::ExpertExchange(Communicator& group, Communicator& control, std::int64_t experts, std::int64_t parts)
+    : group_(group), control_(control), experts_(experts), parts_(parts) {
   check(experts >= 1 && experts % group_.size() == 0, "expert exchange: ranks do not divide experts",
         {{"experts", experts}, {"ranks", group_.size()}});
+  check(parts >= 1, "expert exchange: less than one part", {{"parts", parts}});
 }
 
-ExchangePlan ExpertExchange::plan(Stack& kept, std::span<const std::int64_t> counts) {
+void ExpertExchange::fetch(const ops::Context& ctx, ConstTensor counts) {
+  group_.settle();  // what hangs or has failed is found here, where the host waits anyway
+  if constexpr (kHasCuda)
+    if (ctx.device() == Device::cuda) {
+      // What is pushed for a plan: begins and places of each run, and bounds of the experts, a part.
+      if (!link_) link_ = std::make_shared<cuda::Link>((3 * experts_ + 2 * here()) * std::int64_t(sizeof(std::int64_t)));
+      return link_->fetch(counts.data, counts.bytes());
+    }
+  on_host_.assign(counts.as<std::int64_t>(), counts.as<std::int64_t>() + counts.count());
+}
+
+std::span<const std::int64_t> ExpertExchange::fetched() {
+  if constexpr (kHasCuda)
+    if (link_) return {static_cast<const std::int64_t*>(link_->fetched()), std::size_t(experts_)};
+  return on_host_;
+}
+
+ExchangePlan ExpertExchange::plan(ops::Context& ctx, Stack& kept, std::span<const std::int64_t> counts) {
   check(std::int64_t(counts.size()) == experts_, "expert exchange: not one count an expert",
         {{"experts", experts_}, {"counts", std::int64_t(counts.size())}});
-  const Device device = kept.memory().device();
-  const auto n = std::size_t(group_.size()), local = std::size_t(experts_) / n;
+  const auto n = std::size_t(group_.size()), local = std::size_t(here());
   std::vector<std::int64_t> arriving(counts.begin(), counts.end());  // (n, E/n) by source, then local expert
   if (n > 1) {
     const std::vector<std::int64_t> sizes(n, std::int64_t(local * sizeof(std::int64_t)));
     control_.all_to_all(counts.data(), sizes, arriving.data(), sizes);
-    if (device == Device::dry)  // nothing came: let every rank have the counts of this one
+    if (ctx.dry())  // nothing came: let every rank have the counts of this one
       for (std::size_t i = 0; i < arriving.size(); ++i) arriving[i] = counts[std::size_t(group_.rank()) * local + i % local];
   }
+  for (std::size_t i = 0; i < arriving.size(); ++i)
+    check(counts[i] >= 0 && arriving[i] >= 0, "expert exchange: negative count",
+          {{"here", counts[i]}, {"arriving", arriving[i]}});
 
   ExchangePlan plan;
-  plan.send_rows.resize(n);
-  plan.receive_rows.resize(n);
-  plan.offsets.assign(local + 1, 0);
-  for (std::size_t r = 0; r < n; ++r)
-    for (std::size_t j = 0; j < local; ++j) {
-      check(counts[r * local + j] >= 0 && arriving[r * local + j] >= 0, "expert exchange: negative count");
-      plan.send_rows[r] += counts[r * local + j];
-      plan.receive_rows[r] += arriving[r * local + j];
-      plan.offsets[j + 1] += arriving[r * local + j];
+  std::vector<std::int64_t> first_of(std::size_t(experts_) + 1, 0);  // row here of each expert
+  for (std::size_t e = 0; e < counts.size(); ++e) first_of[e + 1] = first_of[e] + counts[e];
+  plan.sent = first_of.back();
+
+  const std::size_t parts = n == 1 ? 1 : std::min(std::size_t(parts_), local);
+  std::vector<std::int64_t> table;  // of all parts: begins, places and offsets
+  for (std::size_t c = 0; c < parts; ++c) {
+    auto& part = plan.parts.emplace_back();
+    const std::size_t first = c * local / parts, last = (c + 1) * local / parts;
+    part.first_expert = std::int64_t(first);
+    part.last_expert = std::int64_t(last);
+    part.offsets.assign(last - first + 1, 0);
+    part.receive_rows.assign(n, 0);
+    for (std::size_t r = 0; r < n; ++r) {
+      part.send.push_back({first_of[r * local + first], first_of[r * local + last] - first_of[r * local + first]});
+      for (std::size_t j = first; j < last; ++j) {
+        part.receive_rows[r] += arriving[r * local + j];
+        part.offsets[j - first + 1] += arriving[r * local + j];
+      }
     }
-  for (std::size_t j = 0; j < local; ++j) plan.offsets[j + 1] += plan.offsets[j];
-  plan.received_rows = plan.offsets.back();
-  if (n == 1) return plan;
-  if (device == Device::cuda) {
-    plan.device_offsets = kept.take(DType::i64, {std::int64_t(local) + 1});
-    copy_to_device(device, plan.device_offsets.data, plan.offsets.data(), plan.device_offsets.bytes());
+    for (std::size_t j = 0; j < last - first; ++j) part.offsets[j + 1] += part.offsets[j];
+    part.first_row = plan.received;
+    plan.received += part.offsets.back();
+    part.last_row = plan.received;
+    if (n == 1) return plan;
+
+    table.push_back(0);
+    for (std::size_t r = 0; r < n; ++r)
+      for (std::size_t j = first; j < last; ++j) table.push_back(table.back() + arriving[r * local + j]);
+    std::vector<std::int64_t> next(part.offsets.begin(), part.offsets.end() - 1);
+    for (std::size_t r = 0; r < n; ++r)
+      for (std::size_t j = first; j < last; ++j) {
+        table.push_back(next[j - first]);
+        next[j - first] += arriving[r * local + j];
+      }
+    table.insert(table.end(), part.offsets.begin(), part.offsets.end());
   }
 
-  plan.to = kept.take(DType::i64, {plan.received()});
-  if (device == Device::dry) return plan;
-  std::vector<std::int64_t> to, next(plan.offsets.begin(), plan.offsets.end() - 1);
-  to.reserve(std::size_t(plan.received()));
-  for (std::size_t r = 0; r < n; ++r)
-    for (std::size_t j = 0; j < local; ++j)
-      for (std::int64_t i = 0; i < arriving[r * local + j]; ++i) to.push_back(next[j]++);
-  copy_to_device(device, plan.to.data, to.data(), plan.to.bytes());
+  const Tensor tables = kept.take(DType::i64, {std::int64_t(table.size())});
+  if constexpr (kHasCuda)
+    if (link_) link_->push(tables.data, table.data(), tables.bytes());
+  if (!link_) copy_to_device(ctx.device(), tables.data, table.data(), tables.bytes());
+  const Tensor to = kept.take(DType::i64, {plan.received});
+  std::int64_t place = 0;
+  const auto taken = [&](std::int64_t count) {
+    place += count;
+    return tables.rows(place - count, place);
+  };
+  for (auto& part : plan.parts) {
+    const std::int64_t experts = part.last_expert - part.first_expert, runs = std::int64_t(n) * experts;
+    const Tensor begins = taken(runs + 1), places = taken(runs), offsets = taken(experts + 1);
+    if (ctx.device() == Device::cuda) part.device_offsets = offsets;
+    part.to = part.of(to);
+    ops::place_runs(ctx, ops::PlaceRuns{.begins = begins, .places = places, .to = part.to});
+  }
   return plan;
 }
 
 ExchangePlan ExpertExchange::stay(Tensor offsets, std::int64_t rows) {
   ExchangePlan plan;
-  plan.send_rows = plan.receive_rows = {rows};
-  plan.device_offsets = offsets;
-  plan.received_rows = rows;
+  plan.sent = plan.received = rows;
+  auto& part = plan.parts.emplace_back();
+  part.last_expert = offsets.count() - 1;
+  part.last_row = rows;
+  part.device_offsets = offsets;
   return plan;
 }
 
-void ExpertExchange::out(ops::Context& ctx, const ExchangePlan& plan, ConstTensor rows, Tensor received) {
-  check_rows(plan, rows, received);
-  if (group_.size() == 1) return ops::copy(ctx, ops::Copy{.x = rows, .y = received});
-  Scope temporaries(ctx.scratch);
-  const Tensor arrived = ctx.scratch.take(received.dtype, received.shape);
-  const auto row_bytes = rows.shape[1] * size_of(rows.dtype);
-  group_.all_to_all(rows.data, times(plan.send_rows, row_bytes), arrived.data, times(plan.receive_rows, row_bytes));
-  ops::move_rows(ctx, ops::MoveRows{.x = arrived, .to = plan.to, .gather = false, .y = received});
+void ExpertExchange::begin_out(const ExchangePlan& plan, ConstTensor rows, Tensor arrived) {
+  check_rows(plan, rows, arrived);
+  for (const auto& part : plan.parts)
+    group_.begin_all_to_all(by_owner<Communicator::Outgoing>(part, rows), by_source<Communicator::Incoming>(part, arrived));
 }
 
-void ExpertExchange::back(ops::Context& ctx, const ExchangePlan& plan, ConstTensor received, Tensor rows) {
-  check_rows(plan, rows, received);
-  if (group_.size() == 1) return ops::copy(ctx, ops::Copy{.x = received, .y = rows});
-  Scope temporaries(ctx.scratch);
-  const Tensor leaving = ctx.scratch.take(received.dtype, received.shape);
-  ops::move_rows(ctx, ops::MoveRows{.x = received, .to = plan.to, .gather = true, .y = leaving});
-  const auto row_bytes = rows.shape[1] * size_of(rows.dtype);
-  group_.all_to_all(leaving.data, times(plan.receive_rows, row_bytes), rows.data, times(plan.send_rows, row_bytes));
+void ExpertExchange::finish_out(ops::Context& ctx, const ExchangePart& part, ConstTensor arrived, Tensor received) {
+  group_.end_all_to_all();
+  ops::move_rows(ctx, ops::MoveRows{.x = part.of(arrived), .to = part.to, .gather = false, .y = received});
+}
+
+void ExpertExchange::begin_back(ops::Context& ctx, const ExchangePart& part, ConstTensor part_rows, Tensor leaving, Tensor rows) {
+  ops::move_rows(ctx, ops::MoveRows{.x = part_rows, .to = part.to, .gather = true, .y = part.of(leaving)});
+  group_.begin_all_to_all(by_source<Communicator::Outgoing>(part, ConstTensor(leaving)), by_owner<Communicator::Incoming>(part, rows));
+}
+
+void ExpertExchange::finish_back(const ExchangePlan& plan) {
+  for (std::size_t c = 0; c < plan.parts.size(); ++c) group_.end_all_to_all();
 }
 
 }  // namespace moetrain::parallel

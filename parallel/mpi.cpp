@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <deque>
 #include <exception>
 #include <thread>
 #include <vector>
@@ -253,33 +254,32 @@ class Mpi final : public Communicator {
   }
 
   // Pair by pair: both ends know the bytes between them, so a pair needs as many messages as its own bytes ask for, and neither the
-  // int counts nor the int displacements of MPI_Alltoallv bound the sum.
-  void do_all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive,
-                     std::span<const std::int64_t> receive_bytes) override {
+  // int counts nor the int displacements of MPI_Alltoallv bound the sum. Messages of a pair arrive in the order of their sending, so
+  // several exchanges may be under way.
+  void do_begin_all_to_all(std::span<const Outgoing> send, std::span<const Incoming> receive) override {
     const auto n = std::size_t(size()), me = std::size_t(rank());
-    std::vector<std::int64_t> send_at(n + 1, 0), receive_at(n + 1, 0);
-    for (std::size_t r = 0; r < n; ++r) {
-      send_at[r + 1] = send_at[r] + send_bytes[r];
-      receive_at[r + 1] = receive_at[r] + receive_bytes[r];
-    }
-    std::vector<MPI_Request> requests;
-    const auto in_rounds = [&](std::int64_t begin, std::int64_t end, auto&& start) {
-      for (; begin < end; begin += round_bytes_) start(begin, int(std::min(end - begin, round_bytes_)), &requests.emplace_back());
+    auto& requests = exchanges_.emplace_back();
+    const auto in_rounds = [&](std::int64_t bytes, auto&& start) {
+      for (std::int64_t begin = 0; begin < bytes; begin += round_bytes_)
+        start(begin, int(std::min(bytes - begin, round_bytes_)), &requests.emplace_back());
     };
     for (std::size_t step = 1; step < n; ++step) {
       const std::size_t source = (me + n - step) % n;
-      in_rounds(receive_at[source], receive_at[source + 1], [&](std::int64_t place, int bytes, MPI_Request* request) {
-        mpi_ok(MPI_Irecv(at(receive, place), bytes, MPI_BYTE, int(source), 0, comm_->get(), request));
+      in_rounds(receive[source].bytes, [&](std::int64_t place, int bytes, MPI_Request* request) {
+        mpi_ok(MPI_Irecv(at(receive[source].data, place), bytes, MPI_BYTE, int(source), 0, comm_->get(), request));
       });
     }
     for (std::size_t step = 1; step < n; ++step) {
       const std::size_t target = (me + step) % n;
-      in_rounds(send_at[target], send_at[target + 1], [&](std::int64_t place, int bytes, MPI_Request* request) {
-        mpi_ok(MPI_Isend(at(send, place), bytes, MPI_BYTE, int(target), 0, comm_->get(), request));
+      in_rounds(send[target].bytes, [&](std::int64_t place, int bytes, MPI_Request* request) {
+        mpi_ok(MPI_Isend(at(send[target].data, place), bytes, MPI_BYTE, int(target), 0, comm_->get(), request));
       });
     }
-    if (send_bytes[me] > 0) std::memcpy(at(receive, receive_at[me]), at(send, send_at[me]), std::size_t(send_bytes[me]));
-    wait_all(requests, shared_cores_);
+    if (send[me].bytes > 0) std::memcpy(receive[me].data, send[me].data, std::size_t(send[me].bytes));
+  }
+  void do_end_all_to_all() override {
+    wait_all(exchanges_.front(), shared_cores_);
+    exchanges_.pop_front();
   }
 
   void do_broadcast(void* data, std::int64_t bytes, int root) override {
@@ -296,6 +296,7 @@ class Mpi final : public Communicator {
   std::int64_t round_bytes_;
   bool shared_cores_;
   std::vector<std::byte> send_, receive_;  // staging, kept between calls
+  std::deque<std::vector<MPI_Request>> exchanges_;  // under way, the oldest first
 };
 
 }  // namespace

@@ -72,7 +72,7 @@ class Nccl final : public Communicator {
   }
 
  private:
-  // The time in which the default stream stood still for one call.
+  // The time in which the default stream stood still for one collective.
   struct Span {
     cuda::Event before{true}, after{true};
   };
@@ -104,21 +104,30 @@ class Nccl final : public Communicator {
     ok(state, call);
   }
 
-  // Queues what issue() asks for after the work of the default stream, whose later work waits for it.
+  // Queues what issue() asks for after the work of the default stream, which goes on beside it.
   template <class Issue>
-  void queued(const char* call, Issue&& issue) {
+  void begin(const char* call, Issue&& issue) {
     cuda::Event ready;
     ready.record(nullptr);
     cuda::wait(stream_->get(), ready);
     ok(ncclGroupStart(), "ncclGroupStart");
     issue();
     finish(ncclGroupEnd(), call);
-    cuda::Event done;
-    done.record(stream_->get());
+    under_way_.emplace_back().record(stream_->get());
+  }
+  // Later work of the default stream waits for what began first.
+  void end() {
     Span& span = pending_.emplace_back();
     span.before.record(nullptr);
-    cuda::wait(nullptr, done);
+    cuda::wait(nullptr, under_way_.front());
+    under_way_.pop_front();
     span.after.record(nullptr);
+  }
+  template <class Issue>
+  void queued(const char* call, Issue&& issue) {
+    check(under_way_.empty(), "nccl: an exchange is under way");
+    begin(call, issue);
+    end();
   }
 
   void do_all_gather(std::span<const Gather> pieces) override {
@@ -140,21 +149,17 @@ class Nccl final : public Communicator {
       ok(ncclAllReduce(v.data, v.data, std::size_t(v.count()), type_of(v.dtype), op, comm_, stream_->get()), "all-reduce");
     });
   }
-  void do_all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive,
-                     std::span<const std::int64_t> receive_bytes) override {
-    queued("all-to-all", [&] {
-      std::int64_t from = 0, to = 0;
+  void do_begin_all_to_all(std::span<const Outgoing> send, std::span<const Incoming> receive) override {
+    begin("all-to-all", [&] {
       for (int r = 0; r < size(); ++r) {
-        const auto out = send_bytes[std::size_t(r)], in = receive_bytes[std::size_t(r)];
-        if (out > 0)
-          ok(ncclSend(static_cast<const std::byte*>(send) + from, std::size_t(out), ncclInt8, r, comm_, stream_->get()), "send");
-        if (in > 0)
-          ok(ncclRecv(static_cast<std::byte*>(receive) + to, std::size_t(in), ncclInt8, r, comm_, stream_->get()), "receive");
-        from += out;
-        to += in;
+        const auto& out = send[std::size_t(r)];
+        const auto& in = receive[std::size_t(r)];
+        if (out.bytes > 0) ok(ncclSend(out.data, std::size_t(out.bytes), ncclInt8, r, comm_, stream_->get()), "send");
+        if (in.bytes > 0) ok(ncclRecv(in.data, std::size_t(in.bytes), ncclInt8, r, comm_, stream_->get()), "receive");
       }
     });
   }
+  void do_end_all_to_all() override { end(); }
   void do_broadcast(void* data, std::int64_t bytes, int root) override {
     queued("broadcast",
            [&] { ok(ncclBroadcast(data, data, std::size_t(bytes), ncclInt8, root, comm_, stream_->get()), "broadcast"); });
@@ -168,6 +173,7 @@ class Nccl final : public Communicator {
   std::shared_ptr<cuda::Stream> stream_;
   double timeout_s_;
   ncclComm_t comm_ = nullptr;
+  std::deque<cuda::Event> under_way_;  // the ends of exchanges
   std::deque<Span> pending_;
 };
 

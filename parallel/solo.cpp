@@ -25,10 +25,10 @@ class Solo final : public Communicator {
     for (const auto& piece : pieces) move(piece.receive, piece.send, piece.count * size_of(piece.dtype));
   }
   void do_all_reduce(Tensor, Reduction) override {}
-  void do_all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive,
-                     std::span<const std::int64_t>) override {
-    move(receive, send, send_bytes[0]);
+  void do_begin_all_to_all(std::span<const Outgoing> send, std::span<const Incoming> receive) override {
+    move(receive[0].data, send[0].data, send[0].bytes);
   }
+  void do_end_all_to_all() override {}
   void do_broadcast(void*, std::int64_t, int) override {}
   void do_barrier() override {}
   Device device_;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "ops/cpu/expert_ids.h"
@@ -48,7 +49,7 @@ void collect(const CollectRows& a) {
 #pragma omp simd
         for (std::int64_t d = 0; d < width; ++d) sum[d] += w * R(row[d]);
       }
-      for (std::int64_t d = 0; d < width; ++d) y[t * D + d0 + d] = T(sum[d]);
+      for (std::int64_t d = 0; d < width; ++d) y[t * D + d0 + d] = T(a.add ? R(y[t * D + d0 + d]) + sum[d] : sum[d]);
     }
 }
 
@@ -112,6 +113,17 @@ void cpu::collect_rows(Context&, const CollectRows& a) {
 void cpu::collect_rows(Context&, const CollectRowsBackward& a) {
   check_rows(a.slot_row, a.rows.shape[0]);
   with_storage(a.rows.dtype, [&](auto type) { collect_backward<decltype(type)>(a); });
+}
+
+void cpu::place_runs(Context&, const PlaceRuns& a) {
+  const auto *begins = a.begins.as<std::int64_t>(), *places = a.places.as<std::int64_t>();
+  const std::int64_t runs = a.places.count(), R = a.to.count();
+  check(begins[0] == 0 && begins[runs] == R, "place_runs: runs do not cover the rows", {{"last", begins[runs]}, {"R", R}});
+  auto* to = a.to.as<std::int64_t>();
+  for (std::int64_t n = 0; n < runs; ++n) {
+    check(begins[n] <= begins[n + 1], "place_runs: begins do not ascend", {{"run", n}});
+    std::iota(to + begins[n], to + begins[n + 1], places[n]);
+  }
 }
 
 void cpu::move_rows(Context&, const MoveRows& a) {

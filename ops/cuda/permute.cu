@@ -126,8 +126,8 @@ __global__ void spread_rows_kernel(const Unit* __restrict__ x, const std::int64_
 // grid (ceil(T / blockDim.y)), block (threads_for_rows)
 template <class X, int kCount>
 __global__ void collect_rows_kernel(const X* __restrict__ rows, const std::int64_t* __restrict__ slot_row,
-                                    const float* __restrict__ weights, X* __restrict__ y, std::int64_t T, std::int64_t K,
-                                    std::int64_t D) {
+                                    const float* __restrict__ weights, X* __restrict__ y, bool add, std::int64_t T,
+                                    std::int64_t K, std::int64_t D) {
   const std::int64_t t = std::int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (t >= T) return;
   for (std::int64_t d = std::int64_t(threadIdx.x) * kCount; d < D; d += std::int64_t(blockDim.x) * kCount) {
@@ -138,8 +138,25 @@ __global__ void collect_rows_kernel(const X* __restrict__ rows, const std::int64
       const float w = weights ? weights[t * K + k] : 1.0F;
       for (int i = 0; i < kCount; ++i) sum.at[i] += w * row.at[i];
     }
+    if (add) {
+      const auto old = load_floats<kCount>(y + t * D + d);
+      for (int i = 0; i < kCount; ++i) sum.at[i] += old.at[i];
+    }
     store_floats<kCount>(y + t * D + d, sum);
   }
+}
+
+// grid (ceil(R / kThreads)), block (kThreads)
+__global__ void place_runs_kernel(const std::int64_t* __restrict__ begins, const std::int64_t* __restrict__ places,
+                                  std::int64_t* __restrict__ to, std::int64_t runs, std::int64_t R) {
+  const std::int64_t r = std::int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (r >= R) return;
+  std::int64_t low = 0, high = runs;  // the run of r is in [low, high)
+  while (high - low > 1) {
+    const std::int64_t middle = (low + high) / 2;
+    (begins[middle] <= r ? low : high) = middle;
+  }
+  to[r] = places[low] + r - begins[low];
 }
 
 constexpr int kTogether = 4;  // packs of a row that are loaded before the first is used
@@ -182,7 +199,7 @@ void collect(Context& ctx, const CollectRows& a) {
   const std::int64_t T = a.y.shape[0], D = a.y.shape[1], K = a.slot_row.shape[1];
   const dim3 threads = threads_for_rows((D + kCount - 1) / kCount);
   launch(ctx, collect_rows_kernel<device_t<X>, kCount>, {blocks(T, threads.y), threads}, device_pointer<X>(a.rows),
-         a.slot_row.as<std::int64_t>(), device_pointer<float>(a.weights), device_pointer<X>(a.y), T, K, D);
+         a.slot_row.as<std::int64_t>(), device_pointer<float>(a.weights), device_pointer<X>(a.y), a.add, T, K, D);
 }
 
 template <class X, int kCount>
@@ -239,6 +256,12 @@ void cuda::collect_rows(Context& ctx, const CollectRowsBackward& a) {
     constexpr int kPack = kPackOf<S>;
     in_packs<kPack>(a.dy.shape[1], {a.dy, a.rows, a.drows}) ? collect_backward<S, kPack>(ctx, a) : collect_backward<S, 1>(ctx, a);
   });
+}
+
+void cuda::place_runs(Context& ctx, const PlaceRuns& a) {
+  const std::int64_t R = a.to.count();
+  launch(ctx, place_runs_kernel, {blocks(R, kThreads), kThreads}, a.begins.as<std::int64_t>(), a.places.as<std::int64_t>(),
+         a.to.as<std::int64_t>(), a.places.count(), R);
 }
 
 void cuda::move_rows(Context& ctx, const MoveRows& a) {

@@ -229,7 +229,6 @@ TEST_CASE("names of the job format that this version does not do are refused, ne
            {"moe.capacity_factor=1.25", "is '1.25': known, but this version does not limit the rows of an expert"},
            {"moe.min_expert_batch=64", "is '64': known, but this version does not hold rows back"},
            {"monitor.collective_timeout_s=30", "is '30': known, but this version does not watch over collectives"},
-           {"moe.overlap_chunks=2", "is '2': known, but this version does not cut the exchange of rows"},
            {"moe.max_rows=100", "is '100': known, but this version does not limit the rows of a rank"},
            {"memory.activation_checkpointing=selective", "is 'selective': known, but this version does not choose what"},
            {"memory.cache.ops=[kda]", "known, but this version does not cache results"},
@@ -243,7 +242,7 @@ TEST_CASE("names of the job format that this version does not do are refused, ne
     CHECK(test::contains(j.faults[0], what));
   }
   CHECK(joined(judge(whole_job(),
-                     {"parallel.tensor_parallel=1", "moe.capacity_factor=0", "moe.overlap_chunks=1", "checkpoint.async=false"})
+                     {"parallel.tensor_parallel=1", "moe.capacity_factor=0", "moe.overlap_chunks=2", "checkpoint.async=false"})
                    .faults)
             .empty());
 }

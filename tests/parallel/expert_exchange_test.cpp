@@ -8,24 +8,20 @@
 using namespace moetrain;
 using namespace moetrain::parallel;
 
-TEST_CASE("with one rank the exchange is a copy and needs no permutation", "[parallel][cpu]") {
+TEST_CASE("with one rank rows are in their place, in one part", "[parallel][cpu]") {
   test::Bench bench;
   Memory memory(Device::cpu);
   Stack kept(memory, Category::activations);
   const auto group = solo();
-  ExpertExchange exchange(*group, *group, 3);
-  const std::int64_t counts[] = {2, 0, 1};
-  const ExchangePlan plan = exchange.plan(kept, counts);
-  CHECK(plan.offsets == std::vector<std::int64_t>{0, 2, 2, 3});
-  CHECK(plan.sent() == 3);
-  CHECK(!plan.to.present());
-  const Tensor rows = bench.normal(DType::f32, {3, 4}), received = bench.empty(DType::f32, {3, 4}),
-               returned = bench.empty(DType::f32, {3, 4});
-  exchange.out(bench.context(), plan, rows, received);
-  exchange.back(bench.context(), plan, received, returned);
-  CHECK(test::values_of(received) == test::values_of(rows));
-  CHECK(test::values_of(returned) == test::values_of(rows));
-  CHECK(group->traffic().bytes_exchanged == 0);
+  ExpertExchange exchange(*group, *group, 3, 2);
+  exchange.fetch(bench.context(), bench.of(DType::i64, {3}, {2, 0, 1}));
+  const ExchangePlan plan = exchange.plan(bench.context(), kept, exchange.fetched());
+  REQUIRE(plan.parts.size() == 1);
+  CHECK(plan.parts[0].offsets == std::vector<std::int64_t>{0, 2, 2, 3});
+  CHECK(plan.parts[0].last_expert == 3);
+  CHECK(plan.sent == 3);
+  CHECK(plan.received == 3);
+  CHECK(!plan.parts[0].to.present());
 }
 
 TEST_CASE("a dry rank plans for peers with its own counts and counts what would move", "[parallel][cpu]") {
@@ -33,21 +29,39 @@ TEST_CASE("a dry rank plans for peers with its own counts and counts what would 
   Stack kept(memory, Category::activations), scratch(memory, Category::workspace);
   ops::Context ctx{scratch};
   const auto group = dry(1, 2);
-  ExpertExchange exchange(*group, *group, 4);
   const std::int64_t counts[] = {1, 2, 3, 4};
-  const ExchangePlan plan = exchange.plan(kept, counts);
-  CHECK(plan.send_rows == std::vector<std::int64_t>{3, 7});
-  CHECK(plan.receive_rows == std::vector<std::int64_t>{7, 7});
-  CHECK(plan.offsets == std::vector<std::int64_t>{0, 6, 14});
-  CHECK(memory.now(Category::activations) == 256);  // 14 i64, in lines of 256 bytes
-  const auto counted = group->traffic().bytes_exchanged;
-  CHECK(counted == 2 * 8);
-  exchange.out(ctx, plan, ConstTensor(nullptr, DType::f32, {10, 5}), Tensor(nullptr, DType::f32, {14, 5}));
-  CHECK(group->traffic().bytes_exchanged == counted + 3 * 5 * 4);
-  exchange.back(ctx, plan, ConstTensor(nullptr, DType::f32, {14, 5}), Tensor(nullptr, DType::f32, {10, 5}));
-  CHECK(group->traffic().bytes_exchanged == counted + 3 * 5 * 4 + 7 * 5 * 4);
-  CHECK(memory.peaks()[std::size_t(Category::workspace)] == 512);  // 14 rows of 5 f32
-  CHECK(memory.now(Category::workspace) == 0);
+  for (const std::int64_t parts : {1, 2, 3}) {  // a rank has two experts: no third part
+    CAPTURE(parts);
+    const auto before = group->traffic().bytes_exchanged;
+    Scope scope(kept);
+    ExpertExchange exchange(*group, *group, 4, parts);
+    const ExchangePlan plan = exchange.plan(ctx, kept, counts);
+    CHECK(plan.sent == 10);
+    CHECK(plan.received == 14);
+    if (parts == 1) {
+      REQUIRE(plan.parts.size() == 1);
+      CHECK(plan.parts[0].receive_rows == std::vector<std::int64_t>{7, 7});
+      CHECK(plan.parts[0].offsets == std::vector<std::int64_t>{0, 6, 14});
+    } else {
+      REQUIRE(plan.parts.size() == 2);
+      CHECK(plan.parts[1].receive_rows == std::vector<std::int64_t>{4, 4});
+      CHECK(plan.parts[1].offsets == std::vector<std::int64_t>{0, 8});
+      CHECK(plan.parts[1].first_row == 6);
+      CHECK(plan.parts[1].send[0].first == 1);
+      CHECK(plan.parts[1].send[1].first == 6);
+    }
+    CHECK(memory.now(Category::activations) == 512);  // 14 i64 and a table of at most 15, in lines of 256 bytes
+    const auto counted = group->traffic().bytes_exchanged;
+    CHECK(counted == before + 2 * 8);
+    const Tensor rows(nullptr, DType::f32, {10, 5}), travelling(nullptr, DType::f32, {14, 5});
+    exchange.begin_out(plan, rows, travelling);
+    CHECK(group->traffic().bytes_exchanged == counted + 3 * 5 * 4);
+    for (const auto& part : plan.parts) exchange.finish_out(ctx, part, travelling, part.of(travelling));
+    for (const auto& part : plan.parts) exchange.begin_back(ctx, part, part.of(travelling), travelling, rows);
+    exchange.finish_back(plan);
+    CHECK(group->traffic().bytes_exchanged == counted + 3 * 5 * 4 + 7 * 5 * 4);
+    CHECK(memory.now(Category::workspace) == 0);
+  }
 }
 
 TEST_CASE("experts that ranks do not divide, and rows that do not fit the plan, are refused", "[parallel][cpu]") {
@@ -55,12 +69,14 @@ TEST_CASE("experts that ranks do not divide, and rows that do not fit the plan, 
   Stack kept(memory, Category::activations), scratch(memory, Category::workspace);
   ops::Context ctx{scratch};
   const auto group = dry(0, 2);
-  CHECK_THROWS_AS(ExpertExchange(*group, *group, 3), Error);
-  ExpertExchange exchange(*group, *group, 2);
+  CHECK_THROWS_AS(ExpertExchange(*group, *group, 3, 1), Error);
+  CHECK_THROWS_AS(ExpertExchange(*group, *group, 2, 0), Error);
+  ExpertExchange exchange(*group, *group, 2, 1);
   const std::int64_t counts[] = {1, 2}, few[] = {1}, negative[] = {-1, 1};
-  CHECK_THROWS_AS(exchange.plan(kept, few), Error);
-  CHECK_THROWS_AS(exchange.plan(kept, negative), Error);
-  const ExchangePlan plan = exchange.plan(kept, counts);
-  CHECK_THROWS_AS(exchange.out(ctx, plan, ConstTensor(nullptr, DType::f32, {2, 4}), Tensor(nullptr, DType::f32, {2, 4})), Error);
-  CHECK_THROWS_AS(exchange.out(ctx, plan, ConstTensor(nullptr, DType::f32, {3, 4}), Tensor(nullptr, DType::f32, {3, 4})), Error);
+  CHECK_THROWS_AS(exchange.plan(ctx, kept, few), Error);
+  CHECK_THROWS_AS(exchange.plan(ctx, kept, negative), Error);
+  const ExchangePlan plan = exchange.plan(ctx, kept, counts);
+  CHECK_THROWS_AS(exchange.begin_out(plan, ConstTensor(nullptr, DType::f32, {2, 4}), Tensor(nullptr, DType::f32, {2, 4})), Error);
+  CHECK_THROWS_AS(exchange.begin_out(plan, ConstTensor(nullptr, DType::f32, {3, 4}), Tensor(nullptr, DType::f32, {3, 4})), Error);
+  CHECK_THROWS_AS(exchange.finish_back(plan), Error);  // nothing began
 }
