@@ -31,7 +31,7 @@ struct Layout {
   int data = 1, expert = 1;
   Sharding sharding = Sharding::full;
   bool reshard = true, recompute = false;
-  std::int64_t accumulation = 1;
+  std::int64_t accumulation = 1, parts = 1;
 };
 
 struct Curve {
@@ -45,6 +45,7 @@ Curve run(core::Config c, const Layout& l, std::unique_ptr<parallel::Communicato
   c.parallel.sharding = l.sharding;
   c.parallel.reshard_after_use = l.reshard;
   c.training.gradient_accumulation = l.accumulation;
+  c.moe.overlap_chunks = l.parts;
   c.training.micro_batch_size = kGlobalSequences / (l.data * l.expert * l.accumulation);
   c.memory.activation_checkpointing = l.recompute ? core::Checkpointing::full : core::Checkpointing::none;
   core::Trainer t(c, std::move(world), Device::cuda, /*poison=*/true);
@@ -68,6 +69,8 @@ constexpr Layout kLayouts[] = {
     {.name = "expert 2", .expert = 2},
     {.name = "expert 2, recomputed, two micro-batches", .expert = 2, .recompute = true, .accumulation = 2},
     {.name = "expert 2, none", .expert = 2, .sharding = Sharding::none},
+    {.name = "expert 2 in two parts", .expert = 2, .parts = 2},
+    {.name = "expert 2 in four parts, recomputed", .expert = 2, .recompute = true, .parts = 4},
 };
 
 }  // namespace
@@ -101,5 +104,20 @@ TEST_CASE("two GPUs in bf16 follow one in the mean", "[cuda]") {
   for (const Layout& l : {kLayouts[0], kLayouts[5]}) {
     CAPTURE(l.name);
     CHECK(std::abs(mean(run(c, l, parallel::mpi_world(), 10)) - want) <= 2e-2 * want);
+  }
+}
+
+TEST_CASE("the exchange in parts gives the same bits as in one on two GPUs", "[cuda]") {
+  if (!two_devices_here()) return;
+  core::Config c = tiny_config();
+  c.run.dtype = GENERATE(DType::f32, DType::bf16);
+  CAPTURE(name_of(c.run.dtype));
+  Layout l{.name = "expert 2", .expert = 2};
+  const Curve whole = run(c, l, parallel::mpi_world(), 5);
+  for (l.parts = 2; l.parts <= 4; ++l.parts) {
+    CAPTURE(l.parts);
+    const Curve parts = run(c, l, parallel::mpi_world(), 5);
+    CHECK(parts.losses == whole.losses);
+    CHECK(parts.norms == whole.norms);
   }
 }

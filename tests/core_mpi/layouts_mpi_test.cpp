@@ -37,6 +37,7 @@ struct Layout {
   std::int64_t micro_batch = 1;  // sequences
   Sharding sharding = Sharding::full;
   bool reshard = true, expert_sharding = true, recompute = false;
+  std::int64_t parts = 1;  // of the exchange
 };
 
 core::Config config_of(const core::Config& base, const Layout& l) {
@@ -46,6 +47,7 @@ core::Config config_of(const core::Config& base, const Layout& l) {
   c.parallel.sharding = l.sharding;
   c.parallel.reshard_after_use = l.reshard;
   c.parallel.expert_sharding = l.expert_sharding;
+  c.moe.overlap_chunks = l.parts;
   c.training.micro_batch_size = l.micro_batch;
   c.training.gradient_accumulation = kGlobalSequences / (l.data * l.expert * l.micro_batch);
   c.memory.activation_checkpointing = l.recompute ? core::Checkpointing::full : core::Checkpointing::none;
@@ -72,7 +74,7 @@ Curve run(const core::Config& c, std::unique_ptr<parallel::Communicator> world, 
 }
 
 void check_layout(const core::Config& base, const Curve& one, const Layout& l, double bound = 1e-9) {
-  CAPTURE(l.data, l.expert, l.micro_batch, int(l.sharding), l.reshard, l.expert_sharding, l.recompute);
+  CAPTURE(l.data, l.expert, l.micro_batch, int(l.sharding), l.reshard, l.expert_sharding, l.recompute, l.parts);
   const Curve c = run(config_of(base, l), world_of(l.data * l.expert));
   CHECK(difference(c.losses, one.losses, bound) == "");
   CHECK(difference(c.norms, one.norms, bound) == "");
@@ -117,6 +119,20 @@ TEST_CASE("accumulation, recomputation, resharding and resident experts give the
   check_layout(base, one, {.data = 2, .expert = 2, .micro_batch = 1, .sharding = Sharding::gradients, .recompute = true});
   check_layout(base, one, {.data = 2, .expert = 2, .micro_batch = 2, .expert_sharding = false});
   check_layout(base, one, {.data = 4, .micro_batch = 1, .expert_sharding = false, .recompute = true});
+}
+
+TEST_CASE("the exchange in parts gives the same bits as in one") {
+  const auto base = balanced(core::Balance::quantile);
+  for (Layout l : {Layout{.expert = 2, .micro_batch = 2}, Layout{.data = 2, .expert = 2, .micro_batch = 1, .recompute = true},
+                   Layout{.expert = 4, .micro_batch = 2, .sharding = Sharding::none}}) {
+    const Curve whole = run(config_of(base, l), world_of(l.data * l.expert));
+    for (l.parts = 2; l.parts <= 4; ++l.parts) {  // of four or two experts a rank
+      CAPTURE(l.data, l.expert, l.parts);
+      const Curve c = run(config_of(base, l), world_of(l.data * l.expert));
+      CHECK(c.losses == whole.losses);
+      CHECK(c.norms == whole.norms);
+    }
+  }
 }
 
 TEST_CASE("sign, sequence-wise and no balance give the losses of one rank on every mesh") {

@@ -49,6 +49,8 @@ TEST_CASE("permute sorts, spreads and collects a case worked by hand", "[ops][cp
   CHECK(test::values_of(y) == std::vector<double>{11, 22, 66, 88, 165, 198});
   ops::collect_rows(b.context(), ops::CollectRows{.rows = rows, .slot_row = slot_row, .y = y});
   CHECK(test::values_of(y) == std::vector<double>{2, 4, 6, 8, 10, 12});
+  ops::collect_rows(b.context(), ops::CollectRows{.rows = rows, .slot_row = slot_row, .weights = weights, .y = y, .add = true});
+  CHECK(test::values_of(y) == std::vector<double>{13, 26, 72, 96, 175, 210});
 
   const auto dy = b.of(DType::f64, {3, 2}, {1, 0, 0, 1, 1, 1}), drows = b.empty(DType::f64, {6, 2}),
              dweights = b.empty(DType::f64, {3, 2});
@@ -117,6 +119,40 @@ TEST_CASE("move_rows scatters and gathers as told", "[ops][cpu]") {
   const auto none = b.empty(DType::f32, {0, 4}), nowhere = b.empty(DType::i64, {0});
   ops::move_rows(b.context(), ops::MoveRows{.x = none, .to = nowhere, .y = none});
   CHECK(b.guards_hold());
+}
+
+TEST_CASE("place_runs counts on from the place of each run", "[ops][cpu]") {
+  Bench b;
+  const auto to = b.empty(DType::i64, {6});
+  const auto begins = b.of(DType::i64, {5}, {0, 2, 2, 5, 6}), places = b.of(DType::i64, {4}, {4, 9, 1, 0});
+  ops::place_runs(b.context(), ops::PlaceRuns{.begins = begins, .places = places, .to = to});
+  CHECK(test::values_of(to) == std::vector<double>{4, 5, 1, 2, 3, 0});
+  CHECK(b.guards_hold());
+  const auto few = b.of(DType::i64, {2}, {0, 5}), back = b.of(DType::i64, {3}, {0, 7, 6});
+  CHECK_THROWS_AS(ops::place_runs(b.context(), ops::PlaceRuns{.begins = few, .places = places, .to = to}), Error);
+  CHECK_THROWS_AS(ops::place_runs(b.context(), ops::PlaceRuns{.begins = few, .places = places.rows(0, 1), .to = to}), Error);
+  CHECK_THROWS_AS(ops::place_runs(b.context(), ops::PlaceRuns{.begins = back, .places = places.rows(0, 2), .to = to}), Error);
+}
+
+TEST_CASE("place_runs on CUDA places what the CPU does", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  for (const std::int64_t runs : {0, 1, 7, 896}) {
+    CAPTURE(runs);
+    Bench b;
+    std::int64_t R = 0;
+    const auto begins = b.filled(DType::i64, {runs + 1}, [&](std::int64_t n) {  // every third run is empty
+      if (n > 0 && n % 3 != 0) R += scattered(n, 0, 300);
+      return double(R);
+    });
+    const auto places = b.filled(DType::i64, {runs}, [&](std::int64_t n) { return double(scattered(n, 1, 100000)); });
+    const auto want = b.empty(DType::i64, {R});
+    ops::place_runs(b.context(), ops::PlaceRuns{.begins = begins, .places = places, .to = want});
+    test::DeviceBench d;
+    const auto to = d.empty(DType::i64, {R});
+    ops::place_runs(d.context(), ops::PlaceRuns{.begins = d.copy(begins), .places = d.copy(places), .to = to});
+    CHECK(test::values_of(d.to_host(b, to)) == test::values_of(want));
+    CHECK(d.guards_hold());
+  }
 }
 
 TEST_CASE("collect_rows backward is the slope of collect_rows forward", "[ops][cpu]") {
@@ -249,8 +285,10 @@ TEST_CASE("rows on CUDA are spread, moved, collected and given their gradients a
       ops::collect_rows(ctx,
                         ops::CollectRowsBackward{
                             .dy = g, .rows = in_place, .slot_row = slot_row, .weights = w, .drows = in_place, .dweights = again});
+      const auto sum = take(dy, type);
+      ops::collect_rows(ctx, ops::CollectRows{.rows = in, .slot_row = slot_row, .weights = w, .y = sum, .add = true});
       auto all = out;
-      all.push_back(in_place), all.push_back(again);
+      all.push_back(in_place), all.push_back(again), all.push_back(sum);
       return all;
     };
     test::DeviceBench d;
@@ -267,6 +305,7 @@ TEST_CASE("rows on CUDA are spread, moved, collected and given their gradients a
     for (std::size_t i = 0; i < 3; ++i) CHECK(test::values_of(got[i]) == test::values_of(want[i]));
     const double bound = dtype == DType::bf16 ? 4e-3 : 1e-6;
     for (std::size_t i = 3; i < 6; ++i) CHECK(difference(got[i], want[i], bound) == "");
+    CHECK(difference(got[9], want[9], bound) == "");
     CHECK(difference(got[6], want[6], 1e-5) == "");
     CHECK(test::values_of(got[7]) == test::values_of(got[5]));
     CHECK(test::values_of(got[8]) == test::values_of(got[6]));
