@@ -1,6 +1,8 @@
 // model.cpp -- the walk through the layers, forward and backward.
 #include "core/model.h"
 
+#include <string>
+
 #include "ops/embedding.h"
 
 namespace moetrain::core {
@@ -55,6 +57,7 @@ void Model::forward(Pass& pass, const Layout& layout, Tensor logits, std::span<c
   params.release(layout.embedding);
 
   for (std::size_t l = 0; l < blocks_.size(); ++l) {
+    const Range range(("layer " + std::to_string(l) + " forward").c_str());
     LayerState& s = layers_[l];
     s.mark = pass.kept.mark();
     s.p_in = p;
@@ -96,6 +99,7 @@ void Model::backward(Pass& pass, const Layout& layout) {
   Pass again = pass;
   again.mode = PassMode::recompute;
   for (std::size_t l = blocks_.size(); l-- > 0;) {
+    const Range range(("layer " + std::to_string(l) + " backward").c_str());
     LayerState& s = layers_[l];
     gather_layer(pass, layout, l);
     if (pass.config.memory.activation_checkpointing != Checkpointing::none)

@@ -202,6 +202,7 @@ class Run {
     m.seconds = seconds_since(start);
     m.exposed_comm_seconds = trainer_.mesh().traffic().exposed_seconds - waited;
     trainer_.context().times = nullptr;
+    times_.collect();
     run_seconds_ += m.seconds;
     ++run_steps_;
 

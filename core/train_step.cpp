@@ -40,6 +40,7 @@ StepResult Trainer::step(std::span<const io::Batch> micro_batches) {
   }
   reduce_counts(result);
   if (result.skipped == Skipped::no) {
+    const Range range("update");
     const double clip = config_.training.grad_clip;
     optimizer_->update(ctx_, result.lr, clip > 0 ? std::min(1.0, clip / (result.grad_norm + 1e-6)) : 1.0);
     update_balance(result);

@@ -1,10 +1,12 @@
 // cuda_stream.cpp -- streams and events by the CUDA runtime.
+#include <nvtx3/nvToolsExt.h>
 #include <spdlog/spdlog.h>
 
 #include <cstring>
 
 #include "memory/check.h"
 #include "memory/cuda_check.h"
+#include "memory/range.h"
 #include "memory/stream.h"
 
 namespace moetrain::cuda {
@@ -69,6 +71,9 @@ void Link::push(void* to, const void* data, std::int64_t bytes) {
   cuda_ok(cudaMemcpyAsync(to, up_.get(), std::size_t(bytes), cudaMemcpyHostToDevice, nullptr));
   gone_.record(nullptr);
 }
+
+void push_range(const char* name) { nvtxRangePushA(name); }
+void pop_range() noexcept { nvtxRangePop(); }
 
 void wait(CUstream_st* stream, const Event& for_it) { cuda_ok(cudaStreamWaitEvent(stream, for_it.get())); }
 void synchronize(CUstream_st* stream) { cuda_ok(cudaStreamSynchronize(stream)); }

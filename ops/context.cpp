@@ -9,9 +9,37 @@ namespace moetrain::ops {
 
 void no_cuda(const char* op) { throw Error(std::string("op ") + op + " has no CUDA backend in this build"); }
 
-void wait_for(const Context& ctx) {
+Timing::Timing(const Context& ctx, const char* op) : ctx_(ctx), op_(op) {
+  if (!ctx.times) return;
+  start_ = std::chrono::steady_clock::now();
   if constexpr (kHasCuda)
-    if (ctx.device() == Device::cuda) moetrain::cuda::synchronize(ctx.stream);
+    if (ctx.device() == Device::cuda) {
+      using moetrain::cuda::Event;
+      auto& queued = ctx.times->queued;
+      queued_ = queued.size();
+      queued.push_back({op, std::make_shared<Event>(/*timed=*/true), std::make_shared<Event>(/*timed=*/true)});
+      queued.back().before->record(ctx.stream);
+    }
+}
+
+void Timing::end() const {
+  if (!ctx_.times) return;
+  if constexpr (kHasCuda)
+    if (ctx_.device() == Device::cuda) return ctx_.times->queued[queued_].after->record(ctx_.stream);
+  auto& entry = ctx_.times->by_op[op_];
+  entry.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  ++entry.calls;
+}
+
+void OpTimes::collect() {
+  if constexpr (kHasCuda)
+    for (const Queued& op : queued) {
+      op.after->synchronize();
+      auto& entry = by_op[op.op];
+      entry.seconds += 1e-3 * double(op.after->ms_since(*op.before));
+      ++entry.calls;
+    }
+  queued.clear();
 }
 
 #ifdef MOETRAIN_HAS_CUDA

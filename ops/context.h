@@ -4,7 +4,9 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
+#include "memory/range.h"
 #include "memory/stack.h"
 #include "memory/stream.h"
 
@@ -12,13 +14,21 @@ struct CUstream_st;  // cudaStream_t without the CUDA headers
 
 namespace moetrain::ops {
 
-// Seconds and calls by op name; given by who wants a table of where the time goes.
+// Seconds and calls by op name; given by who wants a table of where the time goes. A device's own clock times what it is given, and
+// its queue goes on; collect() waits for the last of it.
 struct OpTimes {
   struct Entry {
     double seconds = 0;
     std::int64_t calls = 0;
   };
   std::map<std::string, Entry> by_op;
+  void collect();
+
+  struct Queued {
+    const char* op;
+    std::shared_ptr<moetrain::cuda::Event> before, after;
+  };
+  std::vector<Queued> queued;
 };
 
 namespace cuda {
@@ -32,7 +42,7 @@ OwnedBlas make_blas(Memory& memory);  // the matrix library of a CUDA device wit
 
 struct Context {
   Stack& scratch;                 // an op gives back what it takes before it returns
-  OpTimes* times = nullptr;       // set while a step is profiled: ops on a device are then waited for one by one
+  OpTimes* times = nullptr;       // set while a step is profiled
   CUstream_st* stream = nullptr;  // of device work; null: the device's default stream
   cuda::Blas* blas = nullptr;     // set on CUDA; one user at a time
   Device plans_for = Device::cpu; // on Device::dry: whose backends' scratch is counted
@@ -41,7 +51,19 @@ struct Context {
 };
 
 [[noreturn]] void no_cuda(const char* op);
-void wait_for(const Context& ctx);  // until the work queued on a device is done
+
+// Books the time of one op from its making to end(), where times are wanted.
+class Timing {
+ public:
+  Timing(const Context& ctx, const char* op);
+  void end() const;
+
+ private:
+  const Context& ctx_;
+  const char* op_;
+  std::size_t queued_ = 0;  // its place among those of a device
+  std::chrono::steady_clock::time_point start_;
+};
 
 // Checks the shapes, then runs the backend of the context's device under the op's name. On Device::dry nothing is computed, but
 // scratch is counted: what args.take_scratch(ctx) takes where all backends of an op take the same, and where Args::dry_on_cpu says
@@ -56,16 +78,12 @@ void dispatch(Context& ctx, const char* name, const Args& args, OnCpu&& on_cpu, 
       if (ctx.plans_for == Device::cpu) on_cpu();
     return;
   }
-  const auto start = std::chrono::steady_clock::now();
+  const Range range(name);
+  const Timing timing(ctx, name);
   if (ctx.device() == Device::cpu) on_cpu();
   else if constexpr (kHasCuda) on_cuda();
   else no_cuda(name);
-  if (ctx.times) {
-    wait_for(ctx);
-    auto& entry = ctx.times->by_op[name];
-    entry.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    ++entry.calls;
-  }
+  timing.end();
 }
 
 template <class Args, class OnCpu>

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "memory/range.h"
 #include "ops/permute.h"
 
 namespace moetrain::parallel {
@@ -149,17 +150,20 @@ ExchangePlan ExpertExchange::stay(Tensor offsets, std::int64_t rows) {
 }
 
 void ExpertExchange::begin_out(const ExchangePlan& plan, ConstTensor rows, Tensor arrived) {
+  const Range range("rows to their experts");
   check_rows(plan, rows, arrived);
   for (const auto& part : plan.parts)
     group_.begin_all_to_all(by_owner<Communicator::Outgoing>(part, rows), by_source<Communicator::Incoming>(part, arrived));
 }
 
 void ExpertExchange::finish_out(ops::Context& ctx, const ExchangePart& part, ConstTensor arrived, Tensor received) {
+  const Range range("rows at their experts");
   group_.end_all_to_all();
   ops::move_rows(ctx, ops::MoveRows{.x = part.of(arrived), .to = part.to, .gather = false, .y = received});
 }
 
 void ExpertExchange::begin_back(ops::Context& ctx, const ExchangePart& part, ConstTensor part_rows, Tensor leaving, Tensor rows) {
+  const Range range("rows back");
   ops::move_rows(ctx, ops::MoveRows{.x = part_rows, .to = part.to, .gather = true, .y = part.of(leaving)});
   group_.begin_all_to_all(by_source<Communicator::Outgoing>(part, ConstTensor(leaving)), by_owner<Communicator::Incoming>(part, rows));
 }

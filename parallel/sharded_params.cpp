@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "memory/range.h"
+
 namespace moetrain::parallel {
 namespace {
 
@@ -91,6 +93,7 @@ void ShardedParams::clear(const Storage& own, std::int64_t first_row) const {
 }
 
 void ShardedParams::gather(int u) {
+  const Range range("gather weights");
   const Unit& it = unit(u);
   ++open_[std::size_t(u)];
   if (sharding_of(it) != Sharding::full || it.tensors.empty()) return;
@@ -143,6 +146,7 @@ void ShardedParams::scatter_gradients(const Unit& it, std::vector<OwnedTensor>& 
 }
 
 void ShardedParams::reduce(int u) {
+  const Range range("reduce gradients");
   const Unit& it = unit(u);
   check(open_[std::size_t(u)] > 0, "sharded params: reduced while not gathered", {{"unit", u}});
   if (!scatters_each_micro_batch(it)) return;
