@@ -109,7 +109,7 @@ void Model::backward(Pass& pass, const Layout& layout) {
     release_layer(pass, layout, l);
     pass.kept.release(s.mark);
   }
-  if (!tied_) params.gather(layout.embedding);
+  if (!tied_) params.open(layout.embedding);
   const Tensor dtable = params.gradient(embedding_);
   if (dtable.present()) ops::embedding(pass.ctx, ops::EmbeddingBackward{.ids = pass.batch.tokens, .dy = dp, .dtable = dtable});
   params.reduce(layout.embedding);

@@ -5,6 +5,7 @@
 #include <spdlog/spdlog.h>
 #include <sys/resource.h>
 
+#include <array>
 #include <chrono>
 #include <filesystem>
 #include <optional>
@@ -193,14 +194,18 @@ class Run {
     const bool profiled = trainer_.progress().step - first_profiled() < config_.monitor.profile_steps;
     trainer_.context().times = profiled ? &times_ : nullptr;
     const auto start = std::chrono::steady_clock::now();
-    const double waited = trainer_.mesh().traffic().exposed_seconds;
+    const auto waited = trainer_.mesh().traffic().exposed_seconds;
     std::vector<io::Batch> batches;
     together(control_, [&] { batches = trainer_.next_batches(*train_); });
     const StepResult result = trainer_.step(batches);
     reached();
     StepMeasures m;
     m.seconds = seconds_since(start);
-    m.exposed_comm_seconds = trainer_.mesh().traffic().exposed_seconds - waited;
+    const auto waited_since = trainer_.mesh().traffic().exposed_seconds;
+    for (std::size_t p = 0; p < waited.size(); ++p) {
+      m.exposed_comm_seconds += waited_since[p] - waited[p];
+      if (profiled) waits_[p] += waited_since[p] - waited[p];
+    }
     trainer_.context().times = nullptr;
     times_.collect();
     run_seconds_ += m.seconds;
@@ -260,7 +265,13 @@ class Run {
     for (const auto& [seconds, name] : rows)
       spdlog::info("  {:28} {:9.3f} ms  {:5.1f} %  {:6.0f} calls", name, seconds / steps * 1e3, 100 * seconds / run_seconds_,
                    double(times_.by_op.at(name).calls) / steps);
-    spdlog::info("  {:28} {:9.3f} ms  {:5.1f} %", "exchange, waiting and the rest", (run_seconds_ - total) / steps * 1e3,
+    constexpr const char* kWaits[parallel::kPurposes] = {"waiting for weights", "waiting for sums", "waiting for experts' rows",
+                                                         "waiting for others"};
+    for (std::size_t p = 0; p < waits_.size(); ++p) {
+      total += waits_[p];
+      if (waits_[p] > 0) spdlog::info("  {:28} {:9.3f} ms  {:5.1f} %", kWaits[p], waits_[p] / steps * 1e3, 100 * waits_[p] / run_seconds_);
+    }
+    spdlog::info("  {:28} {:9.3f} ms  {:5.1f} %", "the rest", (run_seconds_ - total) / steps * 1e3,
                  100 * (run_seconds_ - total) / run_seconds_);
   }
 
@@ -301,6 +312,7 @@ class Run {
   std::optional<LogFile> log_file_;
   std::optional<io::RunLog> log_;
   ops::OpTimes times_;
+  std::array<double, parallel::kPurposes> waits_{};  // seconds of the profiled steps
   double run_seconds_ = 0;
   std::int64_t run_steps_ = 0, nonfinite_in_a_row_ = 0, saved_step_ = -1;
 };

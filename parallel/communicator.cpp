@@ -6,28 +6,30 @@
 #include <vector>
 
 namespace moetrain::parallel {
-namespace {
 
-class Stopwatch {  // adds its life to a number of seconds
+// Adds its life to what a purpose has cost, where the host is who waits.
+class Communicator::Stopwatch {
  public:
-  explicit Stopwatch(double& seconds) : seconds_(seconds) {}
-  ~Stopwatch() { seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
+  Stopwatch(Communicator& group, Purpose purpose) : group_(group), purpose_(purpose) {}
+  ~Stopwatch() {
+    if (group_.waits_ == Waits::host)
+      group_.add_exposed(purpose_, std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count());
+  }
   Stopwatch(const Stopwatch&) = delete;
   Stopwatch& operator=(const Stopwatch&) = delete;
 
  private:
-  double& seconds_;
+  Communicator& group_;
+  Purpose purpose_;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
-
-}  // namespace
 
 void Communicator::all_gather(std::span<const Gather> pieces) {
   for (const auto& piece : pieces) {
     check(piece.bytes >= 0, "all_gather: negative bytes", {{"bytes", piece.bytes}});
     traffic_.bytes_gathered += piece.bytes * (size_ - 1);
   }
-  Stopwatch waiting(traffic_.exposed_seconds);
+  const Stopwatch waiting(*this, Purpose::gather);
   do_all_gather(pieces);
 }
 
@@ -38,7 +40,7 @@ void Communicator::reduce_scatter(std::span<const Scatter> pieces) {
     check(piece.count >= 0, "reduce_scatter: negative count", {{"count", piece.count}});
     traffic_.bytes_gathered += piece.count * size_of(piece.dtype) * (size_ - 1);
   }
-  Stopwatch waiting(traffic_.exposed_seconds);
+  const Stopwatch waiting(*this, Purpose::reduce);
   do_reduce_scatter(pieces);
 }
 
@@ -46,7 +48,7 @@ void Communicator::all_reduce(Tensor values, Reduction reduction) {
   check(values.dtype == DType::f32 || values.dtype == DType::f64 || values.dtype == DType::i32 || values.dtype == DType::i64,
         "all_reduce: values must be f32, f64, i32 or i64", {{"dtype", std::int64_t(values.dtype)}});
   traffic_.bytes_gathered += 2 * ((values.count() + size_ - 1) / size_) * size_of(values.dtype) * (size_ - 1);
-  Stopwatch waiting(traffic_.exposed_seconds);
+  const Stopwatch waiting(*this, Purpose::other);
   do_all_reduce(values, reduction);
 }
 
@@ -60,14 +62,14 @@ void Communicator::begin_all_to_all(std::span<const Outgoing> send, std::span<co
   }
   check(send[std::size_t(rank_)].bytes == receive[std::size_t(rank_)].bytes, "all_to_all: own part differs from itself",
         {{"send", send[std::size_t(rank_)].bytes}, {"receive", receive[std::size_t(rank_)].bytes}});
-  Stopwatch waiting(traffic_.exposed_seconds);
+  const Stopwatch waiting(*this, Purpose::exchange);
   do_begin_all_to_all(send, receive);
   ++under_way_;
 }
 
 void Communicator::end_all_to_all() {
   check(under_way_ > 0, "all_to_all: none is under way");
-  Stopwatch waiting(traffic_.exposed_seconds);
+  const Stopwatch waiting(*this, Purpose::exchange);
   do_end_all_to_all();
   --under_way_;
 }
@@ -92,12 +94,12 @@ void Communicator::all_to_all(const void* send, std::span<const std::int64_t> se
 void Communicator::broadcast(void* data, std::int64_t bytes, int root) {
   check(0 <= root && root < size_ && bytes >= 0, "broadcast: no such root or negative bytes",
         {{"root", root}, {"ranks", size_}, {"bytes", bytes}});
-  Stopwatch waiting(traffic_.exposed_seconds);
+  const Stopwatch waiting(*this, Purpose::other);
   do_broadcast(data, bytes, root);
 }
 
 void Communicator::barrier() {
-  Stopwatch waiting(traffic_.exposed_seconds);
+  const Stopwatch waiting(*this, Purpose::other);
   do_barrier();
 }
 

@@ -1,5 +1,6 @@
 // communicator.h -- the collectives of one group of ranks; the only virtual class of the house.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -11,12 +12,17 @@ namespace moetrain::parallel {
 
 enum class Reduction : std::uint8_t { sum, max, min };
 
-// What a group has moved and how long its callers stood still for it.
+// What collectives are for, as far as who waits for them cares.
+enum class Purpose : std::uint8_t { gather, reduce, exchange, other };
+inline constexpr int kPurposes = 4;
+
+// What a group has moved, and how long the work that needs it stood still for it: the host, or on a device the default stream.
 struct Traffic {
   std::int64_t bytes_gathered = 0;   // all-gather: bytes that reached this rank from others; reduce-scatter: bytes that left it for
                                      // others; all-reduce: as one of each over equal shares
   std::int64_t bytes_exchanged = 0;  // all-to-all: bytes that left this rank for others
-  double exposed_seconds = 0;
+  std::array<double, kPurposes> exposed_seconds{};
+  double exposed() const { return exposed_seconds[0] + exposed_seconds[1] + exposed_seconds[2] + exposed_seconds[3]; }
 };
 
 // Every rank of the group makes the same calls in the same order. Sizes of 0 bytes are normal. The public calls count the
@@ -67,10 +73,12 @@ class Communicator {
   virtual void settle() {}
 
  protected:
-  Communicator(int rank, int size) : rank_(rank), size_(size) {}
-  void add_exposed(double seconds) { traffic_.exposed_seconds += seconds; }
+  enum class Waits : std::uint8_t { host, device };  // for the end of a call: its caller, or work queued later
+  Communicator(int rank, int size, Waits waits = Waits::host) : rank_(rank), size_(size), waits_(waits) {}
+  void add_exposed(Purpose purpose, double seconds) { traffic_.exposed_seconds[std::size_t(purpose)] += seconds; }
 
  private:
+  class Stopwatch;
   virtual void do_all_gather(std::span<const Gather> pieces) = 0;
   virtual void do_reduce_scatter(std::span<const Scatter> pieces) = 0;
   virtual void do_all_reduce(Tensor values, Reduction reduction) = 0;
@@ -79,6 +87,7 @@ class Communicator {
   virtual void do_broadcast(void* data, std::int64_t bytes, int root) = 0;
   virtual void do_barrier() = 0;
   int rank_, size_, under_way_ = 0;
+  Waits waits_;
   Traffic traffic_;
 };
 

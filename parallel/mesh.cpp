@@ -31,7 +31,7 @@ Coordinates coordinates_of(const MeshShape& shape, int rank) {
   return c;
 }
 
-Mesh::Mesh(MeshShape shape, std::unique_ptr<Communicator> world, Device device) : shape_(shape) {
+Mesh::Mesh(MeshShape shape, std::unique_ptr<Communicator> world, Device device) : shape_(shape), device_(device) {
   check(shape.data >= 1 && shape.expert >= 1 && shape.sequence >= 1 && shape.tensor >= 1 && world->size() == shape.ranks(),
         "mesh: the axes do not make up the ranks of the job",
         {{"data", shape.data},
@@ -59,9 +59,11 @@ Traffic Mesh::traffic() const {
   Traffic sum;
   for (const Axis* axis : {&world_, &dense_, &expert_, &expert_data_})
     for (const Communicator* group : {axis->data.get(), axis->control.get()}) {
-      sum.bytes_gathered += group->traffic().bytes_gathered;
-      sum.bytes_exchanged += group->traffic().bytes_exchanged;
-      sum.exposed_seconds += group->traffic().exposed_seconds;
+      const Traffic& t = group->traffic();
+      sum.bytes_gathered += t.bytes_gathered;
+      sum.bytes_exchanged += t.bytes_exchanged;
+      if (device_ == Device::cuda && group == axis->control.get()) continue;  // the host waited, not the device
+      for (std::size_t p = 0; p < kPurposes; ++p) sum.exposed_seconds[p] += t.exposed_seconds[p];
     }
   return sum;
 }

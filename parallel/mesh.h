@@ -47,6 +47,7 @@ class Mesh {
 
  private:
   MeshShape shape_;
+  Device device_;  // of the data groups
   Coordinates here_;
   Axis world_, dense_, expert_, expert_data_;
 };

@@ -6,6 +6,7 @@
 #include <exception>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "memory/stream.h"
 #include "parallel/communicator.h"
@@ -32,10 +33,20 @@ ncclDataType_t type_of(DType t) {
 
 [[noreturn]] void lost(const std::string& what) { throw Error("NCCL: " + what, ExitCode::rank_lost); }
 
+class Nccl;
+
+// What the groups of a job share: one stream, and one order of all their collectives.
+struct Queue {
+  cuda::Stream stream{/*urgent=*/true};
+  Nccl* issuing = nullptr;  // whose last collective may not be on the stream yet
+};
+
+// A non-blocking communicator puts a collective on the stream from a thread of its own, while the host goes on. Before the next one,
+// or before anything waits for it, it must be there.
 class Nccl final : public Communicator {
  public:
-  Nccl(std::unique_ptr<Communicator> host, std::shared_ptr<cuda::Stream> stream, double timeout_s)
-      : Communicator(host->rank(), host->size()), host_(std::move(host)), stream_(std::move(stream)), timeout_s_(timeout_s) {
+  Nccl(std::unique_ptr<Communicator> host, std::shared_ptr<Queue> queue, double timeout_s)
+      : Communicator(host->rank(), host->size(), Waits::device), host_(std::move(host)), queue_(std::move(queue)), timeout_s_(timeout_s) {
     ncclUniqueId id;
     if (rank() == 0) ok(ncclGetUniqueId(&id), "ncclGetUniqueId");
     host_->broadcast(&id, sizeof id, 0);
@@ -44,6 +55,7 @@ class Nccl final : public Communicator {
     finish(ncclCommInitRankConfig(&comm_, size(), id, rank(), &config), "ncclCommInitRank");
   }
   ~Nccl() override {
+    if (queue_->issuing == this) queue_->issuing = nullptr;
     if (!comm_) return;
     // A rank that leaves by an exception does not wait for others that may be gone.
     if (std::uncaught_exceptions() > 0)
@@ -52,12 +64,11 @@ class Nccl final : public Communicator {
       ncclCommDestroy(comm_);
   }
   std::unique_ptr<Communicator> subgroup(std::span<const int> members) override {
-    return make(host_->subgroup(members), stream_, timeout_s_);
+    return make(host_->subgroup(members), queue_, timeout_s_);
   }
-  static std::unique_ptr<Communicator> make(std::unique_ptr<Communicator> host, std::shared_ptr<cuda::Stream> stream,
-                                            double timeout_s) {
+  static std::unique_ptr<Communicator> make(std::unique_ptr<Communicator> host, std::shared_ptr<Queue> queue, double timeout_s) {
     if (host->size() == 1) return solo(Device::cuda);
-    return std::make_unique<Nccl>(std::move(host), std::move(stream), timeout_s);
+    return std::make_unique<Nccl>(std::move(host), std::move(queue), timeout_s);
   }
 
   void settle() override {
@@ -67,14 +78,20 @@ class Nccl final : public Communicator {
       watch(start, "a collective");
       std::this_thread::yield();
     }
-    for (const Span& span : pending_) add_exposed(double(span.after.ms_since(span.before)) * 1e-3);
+    for (const Span& span : pending_) add_exposed(span.purpose, double(span.after.ms_since(span.before)) * 1e-3);
     pending_.clear();
   }
 
  private:
   // The time in which the default stream stood still for one collective.
   struct Span {
+    Purpose purpose;
     cuda::Event before{true}, after{true};
+  };
+  struct UnderWay {
+    Purpose purpose;
+    const char* call;
+    cuda::Event done{false};
   };
 
   void ok(ncclResult_t status, const char* call) const {
@@ -104,65 +121,77 @@ class Nccl final : public Communicator {
     ok(state, call);
   }
 
+  // Until the last collective of any group is on the stream.
+  void finish_issuing() {
+    if (Nccl* group = std::exchange(queue_->issuing, nullptr)) {
+      auto& last = group->under_way_.back();
+      group->finish(ncclInProgress, last.call);
+      last.done.record(queue_->stream.get());
+    }
+  }
   // Queues what issue() asks for after the work of the default stream, which goes on beside it.
   template <class Issue>
-  void begin(const char* call, Issue&& issue) {
+  void begin(Purpose purpose, const char* call, Issue&& issue) {
+    finish_issuing();
     cuda::Event ready;
     ready.record(nullptr);
-    cuda::wait(stream_->get(), ready);
+    cuda::wait(queue_->stream.get(), ready);
     ok(ncclGroupStart(), "ncclGroupStart");
     issue();
-    finish(ncclGroupEnd(), call);
-    under_way_.emplace_back().record(stream_->get());
+    ok(ncclGroupEnd(), call);
+    under_way_.emplace_back(purpose, call);
+    queue_->issuing = this;
   }
   // Later work of the default stream waits for what began first.
   void end() {
-    Span& span = pending_.emplace_back();
+    finish_issuing();
+    const UnderWay& first = under_way_.front();
+    Span& span = pending_.emplace_back(first.purpose);
     span.before.record(nullptr);
-    cuda::wait(nullptr, under_way_.front());
+    cuda::wait(nullptr, first.done);
     under_way_.pop_front();
     span.after.record(nullptr);
   }
   template <class Issue>
-  void queued(const char* call, Issue&& issue) {
+  void queued(Purpose purpose, const char* call, Issue&& issue) {
     check(under_way_.empty(), "nccl: an exchange is under way");
-    begin(call, issue);
+    begin(purpose, call, issue);
     end();
   }
 
   void do_all_gather(std::span<const Gather> pieces) override {
-    queued("all-gather", [&] {
+    queued(Purpose::gather, "all-gather", [&] {
       for (const auto& p : pieces)
-        ok(ncclAllGather(p.send, p.receive, std::size_t(p.bytes), ncclInt8, comm_, stream_->get()), "all-gather");
+        ok(ncclAllGather(p.send, p.receive, std::size_t(p.bytes), ncclInt8, comm_, queue_->stream.get()), "all-gather");
     });
   }
   void do_reduce_scatter(std::span<const Scatter> pieces) override {
-    queued("reduce-scatter", [&] {
+    queued(Purpose::reduce, "reduce-scatter", [&] {
       for (const auto& p : pieces)
-        ok(ncclReduceScatter(p.send, p.receive, std::size_t(p.count), type_of(p.dtype), ncclSum, comm_, stream_->get()),
+        ok(ncclReduceScatter(p.send, p.receive, std::size_t(p.count), type_of(p.dtype), ncclSum, comm_, queue_->stream.get()),
            "reduce-scatter");
     });
   }
   void do_all_reduce(Tensor v, Reduction reduction) override {
     const ncclRedOp_t op = reduction == Reduction::sum ? ncclSum : reduction == Reduction::max ? ncclMax : ncclMin;
-    queued("all-reduce", [&] {
-      ok(ncclAllReduce(v.data, v.data, std::size_t(v.count()), type_of(v.dtype), op, comm_, stream_->get()), "all-reduce");
+    queued(Purpose::reduce, "all-reduce", [&] {
+      ok(ncclAllReduce(v.data, v.data, std::size_t(v.count()), type_of(v.dtype), op, comm_, queue_->stream.get()), "all-reduce");
     });
   }
   void do_begin_all_to_all(std::span<const Outgoing> send, std::span<const Incoming> receive) override {
-    begin("all-to-all", [&] {
+    begin(Purpose::exchange, "all-to-all", [&] {
       for (int r = 0; r < size(); ++r) {
         const auto& out = send[std::size_t(r)];
         const auto& in = receive[std::size_t(r)];
-        if (out.bytes > 0) ok(ncclSend(out.data, std::size_t(out.bytes), ncclInt8, r, comm_, stream_->get()), "send");
-        if (in.bytes > 0) ok(ncclRecv(in.data, std::size_t(in.bytes), ncclInt8, r, comm_, stream_->get()), "receive");
+        if (out.bytes > 0) ok(ncclSend(out.data, std::size_t(out.bytes), ncclInt8, r, comm_, queue_->stream.get()), "send");
+        if (in.bytes > 0) ok(ncclRecv(in.data, std::size_t(in.bytes), ncclInt8, r, comm_, queue_->stream.get()), "receive");
       }
     });
   }
   void do_end_all_to_all() override { end(); }
   void do_broadcast(void* data, std::int64_t bytes, int root) override {
-    queued("broadcast",
-           [&] { ok(ncclBroadcast(data, data, std::size_t(bytes), ncclInt8, root, comm_, stream_->get()), "broadcast"); });
+    queued(Purpose::other, "broadcast",
+           [&] { ok(ncclBroadcast(data, data, std::size_t(bytes), ncclInt8, root, comm_, queue_->stream.get()), "broadcast"); });
   }
   void do_barrier() override {
     settle();
@@ -170,17 +199,17 @@ class Nccl final : public Communicator {
   }
 
   std::unique_ptr<Communicator> host_;
-  std::shared_ptr<cuda::Stream> stream_;
+  std::shared_ptr<Queue> queue_;
   double timeout_s_;
   ncclComm_t comm_ = nullptr;
-  std::deque<cuda::Event> under_way_;  // the ends of exchanges
+  std::deque<UnderWay> under_way_;
   std::deque<Span> pending_;
 };
 
 }  // namespace
 
 std::unique_ptr<Communicator> on_devices(std::unique_ptr<Communicator> host, double timeout_s) {
-  return Nccl::make(std::move(host), std::make_shared<cuda::Stream>(/*urgent=*/true), timeout_s);
+  return Nccl::make(std::move(host), std::make_shared<Queue>(), timeout_s);
 }
 
 }  // namespace moetrain::parallel

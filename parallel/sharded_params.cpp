@@ -92,10 +92,12 @@ void ShardedParams::clear(const Storage& own, std::int64_t first_row) const {
   own.blank = false;
 }
 
+void ShardedParams::open(int u) { ++open_[std::size_t(u)]; }
+
 void ShardedParams::gather(int u) {
   const Range range("gather weights");
   const Unit& it = unit(u);
-  ++open_[std::size_t(u)];
+  open(u);
   if (sharding_of(it) != Sharding::full || it.tensors.empty()) return;
   if (storage(it.tensors.front()).gathered.present()) return;
   std::vector<Communicator::Gather> pieces;

@@ -49,6 +49,7 @@ class ShardedParams {
   void begin_step();        // gradients are zero from here on; those that are written before they are added to are not cleared
   void gather(int unit);    // collective; afterwards weight() and gradient() of its tensors may be used. May nest: each
                             // gather has its release
+  void open(int unit);      // as gather, for gradient() alone: no weight moves
   void release(int unit);   // with reshard_after_use the gathered weights go, else they stay until publish
   void reduce(int unit);    // collective; once a micro-batch, after the last op that adds to the unit's gradients and
                             // before its release in backward
