@@ -134,7 +134,8 @@ void Moe::plan_exchange(Pass& pass, Kept& k) const {
   k.plan = pass.exchange->plan(pass.ctx, pass.kept, balanced);
 }
 
-// `meanwhile` runs while the first rows travel.
+// `meanwhile` runs while the first rows travel. A part leaves while the one before the last that left is worked on: two are on their
+// way at most, and the host is not held up before the first products.
 template <class Meanwhile>
 void Moe::run_experts(Pass& pass, ConstTensor z, Kept& k, const Meanwhile& meanwhile) const {
   auto& ctx = pass.ctx;
@@ -151,18 +152,24 @@ void Moe::run_experts(Pass& pass, ConstTensor z, Kept& k, const Meanwhile& meanw
   k.act = pass.keep({R, F_});
   k.returned = pass.keep({slots, Z_});
   const Tensor travelling = alone ? Tensor{} : pass.scratch({R, Z_}), out = alone ? k.returned : pass.scratch({R, Z_});
-  if (!alone) pass.exchange->begin_out(k.plan, rows, travelling);
+  const auto send = [&](std::size_t c) {
+    if (!alone && c < k.plan.parts.size()) pass.exchange->begin_out(k.plan, k.plan.parts[c], rows, travelling);
+  };
+  send(0);
   meanwhile();
-  for (const auto& part : k.plan.parts) {
+  send(1);
+  for (std::size_t c = 0; c < k.plan.parts.size(); ++c) {
+    const auto& part = k.plan.parts[c];
     const Tensor received = part.of(k.received), gate = part.of(k.gate), up = part.of(k.up), act = part.of(k.act);
     if (!alone) pass.exchange->finish_out(ctx, part, travelling, received);
     project_grouped(pass, w1_, part, received, gate);
     project_grouped(pass, w3_, part, received, up);
     ops::glu(ctx, ops::GluForward{.kind = act_, .beta = beta_, .linear_beta = linear_beta_, .g = gate, .u = up, .y = act});
     project_grouped(pass, w2_, part, act, part.of(out));
+    send(c + 2);
     if (!alone) pass.exchange->begin_back(ctx, part, part.of(out), travelling, k.returned);
   }
-  if (!alone) pass.exchange->finish_back(k.plan);
+  if (!alone) pass.exchange->finish_back();
 }
 
 void Moe::forward(Pass& pass, ConstTensor x, Kept& k, Tensor experts, Tensor y) const {
@@ -215,11 +222,16 @@ void Moe::run_experts_backward(Pass& pass, const Kept& k, ConstTensor dcombined,
                                                   .weights = k.weights,
                                                   .drows = dslots,
                                                   .dweights = dweights});
-  if (!alone) pass.exchange->begin_out(k.plan, dslots, travelling);
+  const auto send = [&](std::size_t c) {
+    if (!alone && c < k.plan.parts.size()) pass.exchange->begin_out(k.plan, k.plan.parts[c], dslots, travelling);
+  };
+  send(0);
   meanwhile();
+  send(1);
   const Tensor dgates = pass.scratch({R, F_}), dups = pass.scratch({R, F_});
   const auto dw1 = pass.params.first_gradient(w1_), dw2 = pass.params.first_gradient(w2_), dw3 = pass.params.first_gradient(w3_);
-  for (const auto& part : k.plan.parts) {
+  for (std::size_t c = 0; c < k.plan.parts.size(); ++c) {
+    const auto& part = k.plan.parts[c];
     const Tensor d = part.of(dreceived), dgate = part.of(dgates), dup = part.of(dups);
     const Tensor received = part.of(k.received);
     if (!alone) pass.exchange->finish_out(ctx, part, travelling, d);
@@ -235,11 +247,12 @@ void Moe::run_experts_backward(Pass& pass, const Kept& k, ConstTensor dcombined,
                                    .du = dup});
     project_grouped_backward(pass, w1_, part, dgate, d);
     project_grouped_backward(pass, w3_, part, dup, d, true);
+    send(c + 2);
     if (!alone) pass.exchange->begin_back(ctx, part, d, travelling, dslots);
     project_grouped_gradient(pass, dw1, part, dgate, received);
     project_grouped_gradient(pass, dw3, part, dup, received);
   }
-  if (!alone) pass.exchange->finish_back(k.plan);
+  if (!alone) pass.exchange->finish_back();
   ops::collect_rows(ctx, ops::CollectRows{.rows = dslots, .slot_row = k.slot_row, .weights = {}, .y = dz});
 }
 

@@ -52,7 +52,7 @@ void ExpertExchange::fetch(const ops::Context& ctx, ConstTensor counts) {
   group_.settle();  // what hangs or has failed is found here, where the host waits anyway
   if constexpr (kHasCuda)
     if (ctx.device() == Device::cuda) {
-      // What is pushed for a plan: begins and places of each run, and bounds of the experts, a part.
+      // What is pushed for a plan: begins and places of each run, and bounds of the experts in parts.
       if (!link_) link_ = std::make_shared<cuda::Link>((3 * experts_ + 2 * here()) * std::int64_t(sizeof(std::int64_t)));
       return link_->fetch(counts.data, counts.bytes());
     }
@@ -86,7 +86,7 @@ ExchangePlan ExpertExchange::plan(ops::Context& ctx, Stack& kept, std::span<cons
   plan.sent = first_of.back();
 
   const std::size_t parts = n == 1 ? 1 : std::min(std::size_t(parts_), local);
-  std::vector<std::int64_t> table;  // of all parts: begins, places and offsets
+  std::vector<std::int64_t> begins{0}, places, offsets;  // of all parts: runs in the order of arrival, and where experts begin
   for (std::size_t c = 0; c < parts; ++c) {
     auto& part = plan.parts.emplace_back();
     const std::size_t first = c * local / parts, last = (c + 1) * local / parts;
@@ -107,34 +107,36 @@ ExchangePlan ExpertExchange::plan(ops::Context& ctx, Stack& kept, std::span<cons
     part.last_row = plan.received;
     if (n == 1) return plan;
 
-    table.push_back(0);
-    for (std::size_t r = 0; r < n; ++r)
-      for (std::size_t j = first; j < last; ++j) table.push_back(table.back() + arriving[r * local + j]);
     std::vector<std::int64_t> next(part.offsets.begin(), part.offsets.end() - 1);
     for (std::size_t r = 0; r < n; ++r)
       for (std::size_t j = first; j < last; ++j) {
-        table.push_back(next[j - first]);
-        next[j - first] += arriving[r * local + j];
+        const std::int64_t rows = arriving[r * local + j];
+        begins.push_back(begins.back() + rows);
+        places.push_back(next[j - first]);
+        next[j - first] += rows;
       }
-    table.insert(table.end(), part.offsets.begin(), part.offsets.end());
+    offsets.insert(offsets.end(), part.offsets.begin(), part.offsets.end());
   }
 
+  std::vector<std::int64_t> table(begins);
+  table.insert(table.end(), places.begin(), places.end());
+  table.insert(table.end(), offsets.begin(), offsets.end());
   const Tensor tables = kept.take(DType::i64, {std::int64_t(table.size())});
   if constexpr (kHasCuda)
     if (link_) link_->push(tables.data, table.data(), tables.bytes());
   if (!link_) copy_to_device(ctx.device(), tables.data, table.data(), tables.bytes());
   const Tensor to = kept.take(DType::i64, {plan.received});
   std::int64_t place = 0;
-  const auto taken = [&](std::int64_t count) {
-    place += count;
-    return tables.rows(place - count, place);
+  const auto taken = [&](std::size_t count) {
+    place += std::int64_t(count);
+    return tables.rows(place - std::int64_t(count), place);
   };
+  const Tensor begins_there = taken(begins.size()), places_there = taken(places.size());
+  ops::place_runs(ctx, ops::PlaceRuns{.begins = begins_there, .places = places_there, .to = to});
   for (auto& part : plan.parts) {
-    const std::int64_t experts = part.last_expert - part.first_expert, runs = std::int64_t(n) * experts;
-    const Tensor begins = taken(runs + 1), places = taken(runs), offsets = taken(experts + 1);
-    if (ctx.device() == Device::cuda) part.device_offsets = offsets;
     part.to = part.of(to);
-    ops::place_runs(ctx, ops::PlaceRuns{.begins = begins, .places = places, .to = part.to});
+    const Tensor bounds = taken(part.offsets.size());
+    if (ctx.device() == Device::cuda) part.device_offsets = bounds;
   }
   return plan;
 }
@@ -149,16 +151,20 @@ ExchangePlan ExpertExchange::stay(Tensor offsets, std::int64_t rows) {
   return plan;
 }
 
-void ExpertExchange::begin_out(const ExchangePlan& plan, ConstTensor rows, Tensor arrived) {
+void ExpertExchange::begin_out(const ExchangePlan& plan, const ExchangePart& part, ConstTensor rows, Tensor arrived) {
   const Range range("rows to their experts");
   check_rows(plan, rows, arrived);
-  for (const auto& part : plan.parts)
-    group_.begin_all_to_all(by_owner<Communicator::Outgoing>(part, rows), by_source<Communicator::Incoming>(part, arrived));
+  group_.begin_all_to_all(by_owner<Communicator::Outgoing>(part, rows), by_source<Communicator::Incoming>(part, arrived));
+  under_way_.push_back(&part);
 }
 
 void ExpertExchange::finish_out(ops::Context& ctx, const ExchangePart& part, ConstTensor arrived, Tensor received) {
   const Range range("rows at their experts");
-  group_.end_all_to_all();
+  for (bool came = false; !came;) {
+    check(!under_way_.empty(), "expert exchange: a part is waited for that did not leave");
+    came = under_way_.front() == &part;
+    end_oldest();
+  }
   ops::move_rows(ctx, ops::MoveRows{.x = part.of(arrived), .to = part.to, .gather = false, .y = received});
 }
 
@@ -166,10 +172,16 @@ void ExpertExchange::begin_back(ops::Context& ctx, const ExchangePart& part, Con
   const Range range("rows back");
   ops::move_rows(ctx, ops::MoveRows{.x = part_rows, .to = part.to, .gather = true, .y = part.of(leaving)});
   group_.begin_all_to_all(by_source<Communicator::Outgoing>(part, ConstTensor(leaving)), by_owner<Communicator::Incoming>(part, rows));
+  under_way_.push_back(nullptr);
 }
 
-void ExpertExchange::finish_back(const ExchangePlan& plan) {
-  for (std::size_t c = 0; c < plan.parts.size(); ++c) group_.end_all_to_all();
+void ExpertExchange::finish_back() {
+  while (!under_way_.empty()) end_oldest();
+}
+
+void ExpertExchange::end_oldest() {
+  group_.end_all_to_all();
+  under_way_.pop_front();
 }
 
 }  // namespace moetrain::parallel

@@ -4,6 +4,7 @@
 // and the sums in its gradients are the same bits however many parts there are. Of E experts over n ranks, rank r holds
 // [r E/n, (r+1) E/n).
 #pragma once
+#include <deque>
 #include <memory>
 #include <span>
 #include <vector>
@@ -52,22 +53,25 @@ class ExpertExchange {
   // One rank: its own rows in expert order are what its experts get. offsets (E+1) i64 on the device: nothing comes to the host.
   static ExchangePlan stay(Tensor offsets, std::int64_t rows);
 
-  // With more ranks than one. Collective, in this order: begin_out, finish_out of each part, begin_back of each, finish_back.
+  // With more ranks than one. Collective, the same order everywhere: of each part, in their order, begin_out, finish_out, begin_back,
+  // where parts may overlap; then finish_back.
   // rows (sent, D) sorted by expert; arrived (received, D) is room for them on their way. None may be touched before the end.
-  void begin_out(const ExchangePlan& plan, ConstTensor rows, Tensor arrived);
+  void begin_out(const ExchangePlan& plan, const ExchangePart& part, ConstTensor rows, Tensor arrived);
   // received: the part's rows, in expert order.
   void finish_out(ops::Context& ctx, const ExchangePart& part, ConstTensor arrived, Tensor received);
   // The way back. part_rows: in expert order; leaving (received, D): room for them on their way, which may be `arrived`.
   void begin_back(ops::Context& ctx, const ExchangePart& part, ConstTensor part_rows, Tensor leaving, Tensor rows);
-  void finish_back(const ExchangePlan& plan);
+  void finish_back();
   int ranks() const { return group_.size(); }
 
  private:
   std::int64_t here() const { return experts_ / group_.size(); }
+  void end_oldest();
   Communicator &group_, &control_;
   std::int64_t experts_, parts_;
   std::shared_ptr<cuda::Link> link_;    // made where counts first come from a device
   std::vector<std::int64_t> on_host_;  // counts that were there from the start
+  std::deque<const ExchangePart*> under_way_;  // the oldest first; null: on its way back
 };
 
 }  // namespace moetrain::parallel

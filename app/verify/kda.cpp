@@ -92,18 +92,20 @@ void verify_kda(const Verification& v) {
       },
       [&](ops::Context& ctx) { ops::kda_attention(ctx, got); });
   ops::kda_attention(c.host(), want);
-  c.compare("dq_in", got.dq_in, all, columns, want.dq_in, bound);
-  c.compare("dk_in", got.dk_in, all, columns, want.dk_in, bound);
-  c.compare("dv_in", got.dv_in, all, columns, want.dv_in, bound);
-  c.compare("df", got.df, all, columns, want.df, bound);
-  c.compare("db", got.db, all, heads, want.db, bound);
-  c.compare("dgate", got.dgate, all, columns, want.dgate, bound);
-  c.compare("dq_conv", got.dq_conv, columns, want.dq_conv, bound);
-  c.compare("dk_conv", got.dk_conv, columns, want.dk_conv, bound);
-  c.compare("dv_conv", got.dv_conv, columns, want.dv_conv, bound);
-  c.compare("da_log", got.da_log, heads, want.da_log, bound);
-  c.compare("ddt_bias", got.ddt_bias, heads, want.ddt_bias, bound);
-  c.compare("do_norm", got.do_norm, want.do_norm, bound);
+  const Bound back = narrow ? Bound{0.5, 3e-2} : bound;
+  const Bound cancelled = narrow ? Bound{0.5, 1e-1} : bound;  // few numbers, each a sum over all tokens of terms of both signs
+  c.compare("dq_in", got.dq_in, all, columns, want.dq_in, back);
+  c.compare("dk_in", got.dk_in, all, columns, want.dk_in, back);
+  c.compare("dv_in", got.dv_in, all, columns, want.dv_in, back);
+  c.compare("df", got.df, all, columns, want.df, back);
+  c.compare("db", got.db, all, heads, want.db, back);
+  c.compare("dgate", got.dgate, all, columns, want.dgate, back);
+  c.compare("dq_conv", got.dq_conv, columns, want.dq_conv, back);
+  c.compare("dk_conv", got.dk_conv, columns, want.dk_conv, back);
+  c.compare("dv_conv", got.dv_conv, columns, want.dv_conv, back);
+  c.compare("da_log", got.da_log, heads, want.da_log, cancelled);
+  c.compare("ddt_bias", got.ddt_bias, heads, want.ddt_bias, cancelled);
+  c.compare("do_norm", got.do_norm, want.do_norm, back);
   c.tell();
 }
 

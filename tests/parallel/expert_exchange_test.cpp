@@ -54,11 +54,11 @@ TEST_CASE("a dry rank plans for peers with its own counts and counts what would 
     const auto counted = group->traffic().bytes_exchanged;
     CHECK(counted == before + 2 * 8);
     const Tensor rows(nullptr, DType::f32, {10, 5}), travelling(nullptr, DType::f32, {14, 5});
-    exchange.begin_out(plan, rows, travelling);
+    for (const auto& part : plan.parts) exchange.begin_out(plan, part, rows, travelling);
     CHECK(group->traffic().bytes_exchanged == counted + 3 * 5 * 4);
     for (const auto& part : plan.parts) exchange.finish_out(ctx, part, travelling, part.of(travelling));
     for (const auto& part : plan.parts) exchange.begin_back(ctx, part, part.of(travelling), travelling, rows);
-    exchange.finish_back(plan);
+    exchange.finish_back();
     CHECK(group->traffic().bytes_exchanged == counted + 3 * 5 * 4 + 7 * 5 * 4);
     CHECK(memory.now(Category::workspace) == 0);
   }
@@ -76,7 +76,8 @@ TEST_CASE("experts that ranks do not divide, and rows that do not fit the plan, 
   CHECK_THROWS_AS(exchange.plan(ctx, kept, few), Error);
   CHECK_THROWS_AS(exchange.plan(ctx, kept, negative), Error);
   const ExchangePlan plan = exchange.plan(ctx, kept, counts);
-  CHECK_THROWS_AS(exchange.begin_out(plan, ConstTensor(nullptr, DType::f32, {2, 4}), Tensor(nullptr, DType::f32, {2, 4})), Error);
-  CHECK_THROWS_AS(exchange.begin_out(plan, ConstTensor(nullptr, DType::f32, {3, 4}), Tensor(nullptr, DType::f32, {3, 4})), Error);
-  CHECK_THROWS_AS(exchange.finish_back(plan), Error);  // nothing began
+  CHECK_THROWS_AS(exchange.begin_out(plan, plan.parts[0], ConstTensor(nullptr, DType::f32, {2, 4}), Tensor(nullptr, DType::f32, {2, 4})), Error);
+  CHECK_THROWS_AS(exchange.begin_out(plan, plan.parts[0], ConstTensor(nullptr, DType::f32, {3, 4}), Tensor(nullptr, DType::f32, {3, 4})), Error);
+  const Tensor none(nullptr, DType::f32, {3, 4});
+  CHECK_THROWS_AS(exchange.finish_out(ctx, plan.parts[0], none, none), Error);  // nothing left
 }

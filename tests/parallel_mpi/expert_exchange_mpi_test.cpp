@@ -77,13 +77,13 @@ TEST_CASE("rows arrive sorted by expert then source, and the way back undoes the
       if (n == 1) continue;
       const Tensor rows = bench.of(dtype, {plan.sent, D}, sent), received = bench.empty(dtype, {plan.received, D}),
                    travelling = bench.empty(dtype, {plan.received, D}), returned = bench.empty(dtype, {plan.sent, D});
-      exchange.begin_out(plan, rows, travelling);
+      for (const auto& part : plan.parts) exchange.begin_out(plan, part, rows, travelling);
       CHECK(world->traffic().bytes_exchanged == away);
       for (const auto& part : plan.parts) {
         exchange.finish_out(bench.context(), part, travelling, part.of(received));
         exchange.begin_back(bench.context(), part, part.of(received), travelling, returned);
       }
-      exchange.finish_back(plan);
+      exchange.finish_back();
       CHECK(test::values_of(received) == want);
       CHECK(world->traffic().bytes_exchanged == away + home);
       CHECK(test::values_of(returned) == sent);
