@@ -1,70 +1,27 @@
-// checkpoint.cpp -- shards, the virtual view over them, and the order of writing that makes a checkpoint complete or absent.
+// checkpoint.cpp -- which rows of a run a shard holds, the one view over them, and loading under any layout.
 #include "core/checkpoint.h"
 
-#include <fcntl.h>
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
 #include <filesystem>
-#include <map>
-#include <set>
-#include <sstream>
 #include <string_view>
 
+#include "core/checkpoint_files.h"
+#include "core/job_difference.h"
 #include "core/together.h"
-#include "io/files.h"
-#include "io/hdf5_file.h"
+#include "core/whole_folder.h"
 
 namespace moetrain::core {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr const char* kView = "checkpoint.h5";
-constexpr const char* kViewChecksum = "checkpoint.crc32";
-constexpr const char* kPartial = ".partial";
-
-std::string numbered(const char* format, long long n) {
-  char text[64];
-  std::snprintf(text, sizeof text, format, n);
+std::string step_name(std::int64_t step) {
+  char text[32];
+  std::snprintf(text, sizeof text, "step_%08lld", static_cast<long long>(step));
   return text;
-}
-std::string step_name(std::int64_t step) { return numbered("step_%08lld", step); }
-std::string shard_name(int rank) { return numbered("shard_%05lld.h5", rank); }
-
-std::string checksum_line(const std::string& file, const io::Checksum& c) {
-  return file + " " + std::to_string(c.bytes) + " " + numbered("%08llx", c.crc32) + "\n";
-}
-
-struct FileSum {
-  std::string file;
-  io::Checksum sum;
-};
-std::vector<FileSum> parse_checksums(const std::string& text, const std::string& path) {
-  std::vector<FileSum> sums;
-  std::istringstream lines(text);
-  std::string file, crc;
-  std::int64_t bytes = 0;
-  while (lines >> file >> bytes >> crc) {
-    std::uint32_t value = 0;
-    const auto end = std::from_chars(crc.data(), crc.data() + crc.size(), value, 16);
-    if (end.ptr != crc.data() + crc.size()) throw Error(path + ": unreadable checksum '" + crc + "' of " + file);
-    sums.push_back({file, {value, bytes}});
-  }
-  if (sums.empty()) throw Error(path + ": lists no files");
-  return sums;
-}
-
-void verify(const std::string& folder, const FileSum& f) {
-  const std::string path = folder + "/" + f.file;
-  if (!fs::exists(path)) throw Error(path + ": missing; the checkpoint is not complete");
-  if (!fs::is_regular_file(path)) throw Error(path + ": not a file; the checkpoint is not complete");
-  const auto size = std::int64_t(fs::file_size(path));
-  if (size != f.sum.bytes)
-    throw Error(path + ": has " + std::to_string(size) + " bytes, was written with " + std::to_string(f.sum.bytes));
-  if (io::checksum_of_file(path).crc32 != f.sum.crc32)
-    throw Error(path + ": checksum differs from the one it was written with: the file is corrupt");
 }
 
 // The tensors of a parameter that a checkpoint holds, as (data set, rows held here).
@@ -106,8 +63,7 @@ Ownership gather_ownership(Trainer& t) {
 }
 
 // One tensor's rows through host memory, since HDF5 reads and writes host pointers.
-void write_shard(Trainer& t, const std::string& path) {
-  auto file = io::Hdf5File::create(path);
+void write_shard(Trainer& t, io::Hdf5File& file) {
   std::vector<std::byte> host;
   for (int i = 0; i < t.table().size(); ++i) {
     const auto rows = t.params().shard(i);
@@ -118,21 +74,9 @@ void write_shard(Trainer& t, const std::string& path) {
       file.write(p.dataset, ConstTensor(host.data(), p.rows.dtype, p.rows.shape));
     }
   }
-  file.close();
-  io::sync_file(path);
 }
 
-std::string layout_text(const Config& c) {
-  const auto& p = c.parallel;
-  constexpr const char* kSharding[] = {"none", "optimizer", "gradients", "full"};
-  return "data_parallel " + std::to_string(p.data_parallel) + ", expert_parallel " + std::to_string(p.expert_parallel) +
-         ", sequence_parallel " + std::to_string(p.sequence_parallel) + ", tensor_parallel " + std::to_string(p.tensor_parallel) +
-         ", sharding " + kSharding[std::size_t(p.sharding)];
-}
-
-void write_view(Trainer& t, const std::string& folder, const Ownership& owned, const std::string& checksums) {
-  const std::string path = folder + "/" + kView;
-  auto file = io::Hdf5File::create(path);
+void write_view(Trainer& t, const Ownership& owned, io::Hdf5File& file) {
   const int ranks = t.mesh().shape().ranks();
   for (int i = 0; i < t.table().size(); ++i) {
     for (const Piece& p : pieces_of(t, i, t.params().shard(i))) {
@@ -142,19 +86,6 @@ void write_view(Trainer& t, const std::string& folder, const Ownership& owned, c
       file.create_virtual(p.dataset, p.rows.dtype, t.table()[i].shape, sources);
     }
   }
-  const Progress progress = t.progress();
-  file.set_attribute("format_version", kCheckpointFormat);
-  file.set_attribute("step", progress.step);
-  file.set_attribute("updates", progress.updates);
-  file.set_attribute("sequences", progress.sequences);
-  file.set_attribute("tokens_seen", progress.tokens);
-  file.set_attribute("seed", std::int64_t(t.config().run.seed));
-  file.write_text("job", io::to_yaml(config_to_yaml(t.config())));
-  file.write_text("layout", layout_text(t.config()));
-  file.write_text("shards", checksums);
-  file.close();
-  io::sync_file(path);
-  io::write_text_atomically(folder + "/" + kViewChecksum, checksum_line(kView, io::checksum_of_file(path)));
 }
 
 // The step of a folder named step_00000100; nothing for any other name, a user's copy among them.
@@ -167,13 +98,6 @@ std::optional<std::int64_t> step_of(const std::string& name) {
   return name == step_name(step) ? std::optional(step) : std::nullopt;
 }
 
-// What a save that was cut short has left. Contents go first: an open file keeps its blocks past the loss of its name, and
-// exit.json has to find room on a full disk.
-void remove_partial(const std::string& path) {
-  std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(path, ignored)) fs::resize_file(entry.path(), 0, ignored);
-  fs::remove_all(path, ignored);
-}
 void remove_all_partial(const std::string& folder) {
   std::vector<std::string> found;
   for (const auto& entry : fs::directory_iterator(folder))
@@ -200,60 +124,28 @@ void remove_older(const std::string& folder, std::int64_t written, std::int64_t 
   }
 }
 
-// `from` takes the place of `to` at one instant, also where `to` exists (a checkpoint of an abandoned run over the same steps).
-void put_in_place(const std::string& from, const std::string& to) {
-  if (!fs::exists(to)) return fs::rename(from, to);
-  if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) return remove_partial(from);
-  const std::string old = to + ".old" + kPartial;  // a file system that cannot exchange names: the old one is whole until the end
-  fs::rename(to, old);
-  std::error_code failed;
-  fs::rename(from, to, failed);
-  if (failed) {
-    fs::rename(old, to);
-    throw Error(to + ": cannot put in place: " + failed.message());
-  }
-  remove_partial(old);
-}
-
 }  // namespace
 
 void save_checkpoint(Trainer& t, const std::string& folder, std::int64_t keep) {
   auto& control = *t.mesh().world().control;
-  const int rank = t.mesh().rank();
-  const std::string name = step_name(t.progress().step), final = folder + "/" + name, partial = final + kPartial;
+  const std::string name = step_name(t.progress().step), final = folder + "/" + name;
   const Ownership owned = gather_ownership(t);
+  const CheckpointHeader header{t.progress(), t.config().run.seed, io::to_yaml(config_to_yaml(t.config())), layout_text(t.config())};
   try {
     together(control, [&] {
-      if (rank != 0) return;
+      if (control.rank() != 0) return;
       fs::create_directories(folder);
       remove_all_partial(folder);
-      fs::create_directory(partial);
     });
-    io::Checksum mine;
-    together(control, [&] {
-      const std::string path = partial + "/" + shard_name(rank);
-      write_shard(t, path);
-      mine = io::checksum_of_file(path);
-    });
-    std::vector<io::Checksum> sums(std::size_t(control.size()));
-    const parallel::Communicator::Gather piece{&mine, sums.data(), sizeof mine};
-    control.all_gather({&piece, 1});
-    together(control, [&] {
-      if (rank != 0) return;
-      std::string text;
-      for (int r = 0; r < control.size(); ++r) text += checksum_line(shard_name(r), sums[std::size_t(r)]);
-      write_view(t, partial, owned, text);
-      io::sync_folder(partial);
-      put_in_place(partial, final);
-    });
+    write_checkpoint(
+        control, final, header, [&](io::Hdf5File& file) { write_shard(t, file); }, [&](io::Hdf5File& file) { write_view(t, owned, file); });
   } catch (const AgreedError& e) {
-    if (rank == 0) remove_partial(partial);
     throw AgreedError(e.rank(), std::string("checkpoint ") + name + " was not saved, the one before is as it was: " + e.what(),
                       e.code());
   }
   try {
     together(control, [&] {
-      if (rank != 0) return;
+      if (control.rank() != 0) return;
       io::sync_folder(folder);
       io::write_text_atomically(folder + "/latest", name + "\n");
       remove_older(folder, t.progress().step, keep);
@@ -261,6 +153,13 @@ void save_checkpoint(Trainer& t, const std::string& folder, std::int64_t keep) {
   } catch (const AgreedError& e) {
     throw AgreedError(e.rank(), "checkpoint " + final + " is complete, but latest was not updated: " + e.what(), e.code());
   }
+}
+
+std::string checkpoint_at(const std::string& path) {
+  if (fs::exists(view_path(path))) return path;
+  for (const std::string& folder : {path, path + "/checkpoints"})
+    if (fs::exists(folder + "/latest")) return latest_checkpoint(folder);
+  return {};
 }
 
 std::string latest_checkpoint(const std::string& folder) {
@@ -285,68 +184,19 @@ std::string latest_checkpoint(const std::string& folder) {
 
 namespace {
 
-// The view's own file first, then what it says about the others.
-std::vector<FileSum> verified_view(const std::string& path) {
-  if (!fs::is_directory(path)) throw Error(path + ": not a checkpoint folder");
-  const std::string sums = path + "/" + kViewChecksum;
-  if (!fs::exists(sums) || !fs::exists(path + "/" + kView))
-    throw Error(path + ": not a checkpoint: " + kView + " or " + kViewChecksum + " is missing");
-  for (const FileSum& f : parse_checksums(io::read_text(sums), sums)) verify(path, f);
-  const auto view = io::Hdf5File::open(path + "/" + kView);
-  const auto format = view.integer_attribute("format_version");
-  if (!format) throw Error(path + "/" + kView + ": not the view of a checkpoint: it has no format_version");
-  if (*format != kCheckpointFormat)
-    throw Error(path + ": format version " + std::to_string(*format) + ", this program reads " + std::to_string(kCheckpointFormat));
-  return parse_checksums(view.read_text("shards"), path + "/" + kView + ":/shards");
-}
-
-// A part of a job as one line a key, so that the first difference can be named.
-using Keys = std::map<std::string, std::string>;
-void flatten(const io::YamlNode& node, const std::string& key, Keys& out) {
-  if (node.kind == io::YamlNode::map) {
-    for (const auto& [name, value] : node.entries) flatten(value, key + "." + name, out);
-  } else if (node.kind == io::YamlNode::list) {
-    std::string text;
-    for (const auto& item : node.items) text += (text.empty() ? "" : ", ") + item.text;
-    out[key] = "[" + text + "]";
-  } else {
-    out[key] = node.text;
-  }
-}
-
 // Whole sections, and the keys of others that decide which data comes next, how it is stored and what has optimizer state.
-constexpr const char* kSameRun[] = {"model", "data", "optimizer", "run.seed", "run.dtype", "training.trainable"};
-constexpr const char* kFreeToChange[] = {"data.eval", "model.init_from", "model.preset"};
-
-Keys identity_of(const io::YamlNode& job) {
-  Keys keys;
-  for (const std::string path : kSameRun) {
-    const auto dot = path.find('.');
-    const io::YamlNode* node = job.find(path.substr(0, dot));
-    if (node != nullptr && dot != path.npos) node = node->find(path.substr(dot + 1));
-    if (node != nullptr) flatten(*node, path, keys);
-  }
-  for (const char* key : kFreeToChange) keys.erase(key);
-  return keys;
-}
-
 void check_same_run(const io::YamlNode& here, const io::YamlNode& there, const std::string& path) {
-  const Keys mine = identity_of(here), theirs = identity_of(there);
-  std::set<std::string> names;
-  for (const Keys* keys : {&mine, &theirs})
-    for (const auto& [name, value] : *keys) names.insert(name);
-  const auto value_of = [](const Keys& keys, const std::string& name) {
-    const auto found = keys.find(name);
-    return found == keys.end() || found->second.empty() ? std::string("absent") : "'" + found->second + "'";
-  };
-  for (const std::string& name : names)
-    if (const std::string a = value_of(mine, name), b = value_of(theirs, name); a != b)
-      throw Error(path + ": belongs to another job: " + name + " is " + b + " there and " + a +
-                      " here; use another run.dir, or --resume " + path + " to start from it",
-                  ExitCode::bad_job);
+  const auto d = first_difference(here, there, {"model", "data", "optimizer", "run.seed", "run.dtype", "training.trainable"},
+                                  {"data.eval", "model.init_from", "model.preset"});
+  if (d)
+    throw Error(path + ": belongs to another job: " + d->key + " is " + d->there + " there and " + d->here +
+                    " here; use another run.dir, or --resume " + path + " to start from it",
+                ExitCode::bad_job);
 }
 
 void check_fits(Trainer& t, const io::Hdf5File& view, const std::string& path) {
+  if (const auto groups = view.groups(); std::find(groups.begin(), groups.end(), "optimizer") == groups.end())
+    throw Error(path + ": holds weights alone, as an import does, and no optimizer state: a new run starts from it by model.init_from");
   for (int i = 0; i < t.table().size(); ++i)
     for (const Piece& p : pieces_of(t, i, t.params().shard(i))) {
       if (!view.has(p.dataset)) throw Error(path + ": holds no tensor " + p.dataset);
@@ -371,7 +221,7 @@ void read_rows(Trainer& t, const io::Hdf5File& view, const std::string& dataset,
 }  // namespace
 
 void check_same_run(const Config& config, const std::string& path) {
-  check_same_run(config_to_yaml(config), io::parse_yaml(io::Hdf5File::open(path + "/" + kView).read_text("job"), path + ":/job"), path);
+  check_same_run(config_to_yaml(config), io::parse_yaml(io::Hdf5File::open(view_path(path)).read_text("job"), path + ":/job"), path);
 }
 
 void load_checkpoint(Trainer& t, const std::string& path, bool same_run) {
@@ -379,15 +229,13 @@ void load_checkpoint(Trainer& t, const std::string& path, bool same_run) {
   std::vector<FileSum> shards;
   together(control, [&] {
     shards = verified_view(path);
-    const auto view = io::Hdf5File::open(path + "/" + kView);
+    const auto view = io::Hdf5File::open(view_path(path));
     if (same_run) check_same_run(config_to_yaml(t.config()), io::parse_yaml(view.read_text("job"), path + ":/job"), path);
     check_fits(t, view, path);
   });
-  together(control, [&] {  // each rank its share of the files, since a checkpoint of many terabytes is read once
-    for (std::size_t f = std::size_t(control.rank()); f < shards.size(); f += std::size_t(control.size())) verify(path, shards[f]);
-  });
+  verify_shards(control, path, shards);
   together(control, [&] {
-    const auto view = io::Hdf5File::open(path + "/" + kView);
+    const auto view = io::Hdf5File::open(view_path(path));
     for (int i = 0; i < t.table().size(); ++i) {
       const auto rows = t.params().update_rows(i);
       for (const Piece& p : pieces_of(t, i, rows))
@@ -415,7 +263,7 @@ CheckpointSummary read_checkpoint_summary(const std::string& path) {
     s.shards.push_back(f.file);
     s.bytes += f.sum.bytes;
   }
-  const auto view = io::Hdf5File::open(path + "/" + kView);
+  const auto view = io::Hdf5File::open(view_path(path));
   auto number = [&](const char* name) { return view.integer_attribute(name).value_or(0); };
   s.format = number("format_version");
   s.step = number("step");

@@ -33,6 +33,9 @@ void check_same_run(const Config& config, const std::string& path);
 // The step folder that <folder>/latest names, without that file the newest; empty when there is no checkpoint. An Error when `latest` names what is not there.
 std::string latest_checkpoint(const std::string& folder);
 
+// The checkpoint that a path means: a step folder, or the newest of a run folder or of a folder of checkpoints. Empty: none of these.
+std::string checkpoint_at(const std::string& path);
+
 // What stands in a checkpoint, files verified; for `moetrain inspect`.
 struct CheckpointSummary {
   std::int64_t format = 0, step = 0, tokens = 0, sequences = 0, updates = 0, seed = 0;

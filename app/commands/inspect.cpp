@@ -117,11 +117,7 @@ void inspect_hf_config(const std::string& path) {
 }
 
 void inspect_folder(const std::string& path) {
-  if (fs::exists(path + "/checkpoint.h5")) return inspect_checkpoint(path);
-  for (const std::string& folder : {path, path + "/checkpoints"}) {
-    if (!fs::exists(folder + "/latest")) continue;
-    return inspect_checkpoint(core::latest_checkpoint(folder));
-  }
+  if (const std::string checkpoint = core::checkpoint_at(path); !checkpoint.empty()) return inspect_checkpoint(checkpoint);
   std::vector<std::string> weights;
   for (const std::string& file : io::files_of_folder(path))
     if (fs::path(file).extension() == ".safetensors") weights.push_back(file);

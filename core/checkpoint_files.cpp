@@ -1,0 +1,129 @@
+// checkpoint_files.cpp -- shards, the view over them, and the checksums that vouch for both.
+#include "core/checkpoint_files.h"
+
+#include <charconv>
+#include <cstdio>
+#include <filesystem>
+#include <sstream>
+
+#include "core/checkpoint.h"
+#include "core/together.h"
+#include "core/whole_folder.h"
+
+namespace moetrain::core {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr const char* kView = "checkpoint.h5";
+constexpr const char* kViewChecksum = "checkpoint.crc32";
+
+std::string numbered(const char* format, long long n) {
+  char text[64];
+  std::snprintf(text, sizeof text, format, n);
+  return text;
+}
+std::string checksum_line(const std::string& file, const io::Checksum& c) {
+  return file + " " + std::to_string(c.bytes) + " " + numbered("%08llx", c.crc32) + "\n";
+}
+
+std::vector<FileSum> parse_checksums(const std::string& text, const std::string& path) {
+  std::vector<FileSum> sums;
+  std::istringstream lines(text);
+  std::string file, crc;
+  std::int64_t bytes = 0;
+  while (lines >> file >> bytes >> crc) {
+    std::uint32_t value = 0;
+    const auto end = std::from_chars(crc.data(), crc.data() + crc.size(), value, 16);
+    if (end.ptr != crc.data() + crc.size()) throw Error(path + ": unreadable checksum '" + crc + "' of " + file);
+    sums.push_back({file, {value, bytes}});
+  }
+  if (sums.empty()) throw Error(path + ": lists no files");
+  return sums;
+}
+
+void write_view(const std::string& folder, const CheckpointHeader& header, const std::string& checksums, const WriteFile& view) {
+  const std::string path = view_path(folder);
+  auto file = io::Hdf5File::create(path);
+  view(file);
+  file.set_attribute("format_version", kCheckpointFormat);
+  file.set_attribute("step", header.progress.step);
+  file.set_attribute("updates", header.progress.updates);
+  file.set_attribute("sequences", header.progress.sequences);
+  file.set_attribute("tokens_seen", header.progress.tokens);
+  file.set_attribute("seed", std::int64_t(header.seed));
+  file.write_text("job", header.job);
+  file.write_text("layout", header.layout);
+  file.write_text("shards", checksums);
+  file.close();
+  io::sync_file(path);
+  io::write_text_atomically(folder + "/" + kViewChecksum, checksum_line(kView, io::checksum_of_file(path)));
+}
+
+}  // namespace
+
+std::string view_path(const std::string& checkpoint) { return checkpoint + "/" + kView; }
+std::string shard_name(int rank) { return numbered("shard_%05lld.h5", rank); }
+
+std::string layout_text(const Config& c) {
+  const auto& p = c.parallel;
+  constexpr const char* kSharding[] = {"none", "optimizer", "gradients", "full"};
+  return "data_parallel " + std::to_string(p.data_parallel) + ", expert_parallel " + std::to_string(p.expert_parallel) +
+         ", sequence_parallel " + std::to_string(p.sequence_parallel) + ", tensor_parallel " + std::to_string(p.tensor_parallel) +
+         ", sharding " + kSharding[std::size_t(p.sharding)];
+}
+
+void write_checkpoint(parallel::Communicator& control, const std::string& path, const CheckpointHeader& header, const WriteFile& shard,
+                      const WriteFile& view) {
+  WholeFolder folder(control, path);
+  io::Checksum mine;
+  together(control, [&] {
+    const std::string file = folder.partial() + "/" + shard_name(control.rank());
+    auto hdf5 = io::Hdf5File::create(file);
+    shard(hdf5);
+    hdf5.close();
+    io::sync_file(file);
+    mine = io::checksum_of_file(file);
+  });
+  std::vector<io::Checksum> sums(std::size_t(control.size()));
+  const parallel::Communicator::Gather piece{&mine, sums.data(), sizeof mine};
+  control.all_gather({&piece, 1});
+  folder.finish([&] {
+    std::string text;
+    for (int r = 0; r < control.size(); ++r) text += checksum_line(shard_name(r), sums[std::size_t(r)]);
+    write_view(folder.partial(), header, text, view);
+  });
+}
+
+void verify(const std::string& folder, const FileSum& f) {
+  const std::string path = folder + "/" + f.file;
+  if (!fs::exists(path)) throw Error(path + ": missing; the checkpoint is not complete");
+  if (!fs::is_regular_file(path)) throw Error(path + ": not a file; the checkpoint is not complete");
+  const auto size = std::int64_t(fs::file_size(path));
+  if (size != f.sum.bytes)
+    throw Error(path + ": has " + std::to_string(size) + " bytes, was written with " + std::to_string(f.sum.bytes));
+  if (io::checksum_of_file(path).crc32 != f.sum.crc32)
+    throw Error(path + ": checksum differs from the one it was written with: the file is corrupt");
+}
+
+// The view's own file first, then what it says about the others.
+std::vector<FileSum> verified_view(const std::string& path) {
+  if (!fs::is_directory(path)) throw Error(path + ": not a checkpoint folder");
+  const std::string sums = path + "/" + kViewChecksum;
+  if (!fs::exists(sums) || !fs::exists(path + "/" + kView))
+    throw Error(path + ": not a checkpoint: " + kView + " or " + kViewChecksum + " is missing");
+  for (const FileSum& f : parse_checksums(io::read_text(sums), sums)) verify(path, f);
+  const auto view = io::Hdf5File::open(path + "/" + kView);
+  const auto format = view.integer_attribute("format_version");
+  if (!format) throw Error(path + "/" + kView + ": not the view of a checkpoint: it has no format_version");
+  if (*format != kCheckpointFormat)
+    throw Error(path + ": format version " + std::to_string(*format) + ", this program reads " + std::to_string(kCheckpointFormat));
+  return parse_checksums(view.read_text("shards"), path + "/" + kView + ":/shards");
+}
+
+void verify_shards(parallel::Communicator& control, const std::string& checkpoint, const std::vector<FileSum>& shards) {
+  together(control, [&] {
+    for (std::size_t f = std::size_t(control.rank()); f < shards.size(); f += std::size_t(control.size())) verify(checkpoint, shards[f]);
+  });
+}
+
+}  // namespace moetrain::core

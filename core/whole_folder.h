@@ -1,0 +1,34 @@
+// whole_folder.h -- a folder that appears whole or not at all, however many ranks write its files.
+#pragma once
+#include <functional>
+#include <string>
+
+#include "parallel/communicator.h"
+
+namespace moetrain::core {
+
+inline constexpr const char* kPartial = ".partial";  // ends the name of a folder that is being written
+
+// Files go into `path`.partial, which takes the place of `path` at the end. Whoever leaves before that, by an Error on any rank,
+// leaves what was there as it was. Collective: every member, on every rank.
+class WholeFolder {
+ public:
+  WholeFolder(parallel::Communicator& control, std::string path);
+  ~WholeFolder();
+  WholeFolder(const WholeFolder&) = delete;
+  WholeFolder& operator=(const WholeFolder&) = delete;
+
+  const std::string& partial() const { return partial_; }
+  void finish(const std::function<void()>& last);  // rank 0 writes what is written last; all files have to be on the disk then
+
+ private:
+  parallel::Communicator& control_;
+  std::string path_, partial_;
+  bool finished_ = false;
+};
+
+// What writing that was cut short has left. Contents go first: an open file keeps its blocks past the loss of its name, and
+// exit.json has to find room on a full disk.
+void remove_partial(const std::string& folder);
+
+}  // namespace moetrain::core
