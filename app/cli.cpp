@@ -18,8 +18,7 @@
 namespace moetrain::app {
 namespace {
 
-constexpr const char* kCommands[] = {"train", "check", "plan", "inspect", "bench", "verify"};
-constexpr const char* kNotYet[] = {"import", "export"};
+constexpr const char* kCommands[] = {"train", "check", "plan", "inspect", "import", "export", "bench", "verify"};
 
 std::string version_text() {
   std::string text = std::string("moetrain ") + kVersion + " (commit " + kCommit + ")\n";
@@ -46,10 +45,9 @@ std::vector<std::string> with_command(int argc, const char* const* argv) {
   if (first == "-h" || first == "--help" || first == "--version" ||
       std::count(std::begin(kCommands), std::end(kCommands), first) > 0)
     return words;
-  if (std::count(std::begin(kNotYet), std::end(kNotYet), first) > 0) refuse(first + ": not in this version", "moetrain --help");
   const bool file = first.find_first_of("./") != std::string::npos || std::filesystem::exists(first);
   if (first[0] != '-' && !file)
-    refuse("unknown command " + first + ": neither train, check, plan, inspect, bench, verify nor a job file", "moetrain --help");
+    refuse("unknown command " + first + ": neither train, check, plan, inspect, import, export, bench, verify nor a job file", "moetrain --help");
   words.insert(words.begin(), "train");
   return words;
 }
@@ -159,6 +157,33 @@ CLI::App& add_inspect(CLI::App& app, InspectArguments& a) {
   return c;
 }
 
+CLI::App& add_import(CLI::App& app, ImportArguments& a) {
+  CLI::App& c = *app.add_subcommand("import", "The weights of a Hugging Face folder as a checkpoint; under mpirun each rank reads a part");
+  c.add_option("HF_FOLDER", a.folder, "config.json and safetensors of Kimi K3, K3.1 or Kimi-Linear")->required()->type_name("");
+  c.add_option("--out", a.out, "The checkpoint to be made; must not be there")->required()->type_name("CHECKPOINT");
+  c.add_option("--job", a.job, "Also write what a job that starts from it says of the model; must not be there")->type_name("OUT.yaml");
+  c.footer(
+      "Names, shapes and types are all accounted for before a value is read; memory holds some tens of MiB.\n"
+      "Examples:\n  moetrain import Kimi-Linear-48B-A3B-Base --out kimi-linear --job kimi-linear.yaml\n  mpirun -n 8 moetrain import "
+      "Kimi-K3 --out kimi-k3\n"
+      "A job may also start from the folder itself, model.init_from: Kimi-Linear-48B-A3B-Base\n"
+      "Exit codes: 0 done, 2 the command line is wrong, 3 the folder is wrong or the disk refused; then nothing is left.");
+  return c;
+}
+
+CLI::App& add_export(CLI::App& app, ExportArguments& a) {
+  CLI::App& c = *app.add_subcommand("export", "A checkpoint as a Hugging Face folder; under mpirun each rank writes some of the files");
+  c.add_option("CHECKPOINT", a.checkpoint, "A step folder, or the newest of a run folder or of its checkpoints")->required()->type_name("");
+  c.add_option("--to", a.to, "hf: config.json and safetensors of the text model")->required()->type_name("hf")->check(CLI::IsMember({"hf"}));
+  c.add_option("--out", a.out, "The folder to be made; must not be there")->required()->type_name("FOLDER");
+  c.footer(
+      "Every tensor keeps the type it is stored in; a tokenizer and generation_config.json are to be put beside by hand.\n"
+      "Examples:\n  moetrain export runs/run --to hf --out exported\n  moetrain export runs/run/checkpoints/step_00000100 --to hf --out "
+      "exported\n"
+      "Exit codes: 0 done, 2 the command line is wrong, 3 the checkpoint is wrong or the disk refused; then nothing is left.");
+  return c;
+}
+
 CLI::App& add_bench(CLI::App& app, BenchArguments& a) {
   CLI::App& c = *app.add_subcommand("bench", "Operators on this machine's GPU, each beside the time its bytes and FLOPs need at least");
   c.add_option("NAME", a.names, "Operators to time; all unless told")->type_name("");
@@ -192,9 +217,12 @@ Command parse(int argc, const char* const* argv) {
   CheckArguments check;
   PlanArguments plan;
   InspectArguments inspect;
+  ImportArguments import;
+  ExportArguments exports;
   BenchArguments bench;
   VerifyArguments verify;
   const CLI::App &train_app = add_train(app, train), &check_app = add_check(app, check), &plan_app = add_plan(app, plan);
+  const CLI::App &import_app = add_import(app, import), &export_app = add_export(app, exports);
   const CLI::App &bench_app = add_bench(app, bench), &verify_app = add_verify(app, verify);
   add_inspect(app, inspect);
   if (words[0] == "--version") return Answer{version_text()};
@@ -212,6 +240,8 @@ Command parse(int argc, const char* const* argv) {
   if (train_app.parsed()) return train;
   if (check_app.parsed()) return check;
   if (plan_app.parsed()) return plan;
+  if (import_app.parsed()) return import;
+  if (export_app.parsed()) return exports;
   if (bench_app.parsed()) return bench;
   if (verify_app.parsed()) return verify;
   return inspect;

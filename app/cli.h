@@ -30,6 +30,13 @@ struct PlanArguments {
 struct InspectArguments {
   std::string path;
 };
+struct ImportArguments {
+  std::string folder, out;
+  std::string job;  // file to be written; empty: none
+};
+struct ExportArguments {
+  std::string checkpoint, to, out;
+};
 struct BenchArguments {
   std::vector<std::string> names;  // empty: all
   bool json = false;
@@ -40,8 +47,8 @@ struct VerifyArguments {
 struct Answer {
   std::string text;  // help or the version, as asked for
 };
-using Command =
-    std::variant<TrainArguments, CheckArguments, PlanArguments, InspectArguments, BenchArguments, VerifyArguments, Answer>;
+using Command = std::variant<TrainArguments, CheckArguments, PlanArguments, InspectArguments, ImportArguments, ExportArguments,
+                             BenchArguments, VerifyArguments, Answer>;
 
 Command parse(int argc, const char* const* argv);  // a wrong command line is an Error of one line
 

@@ -11,6 +11,7 @@
 #include "app/cli.h"
 #include "app/commands.h"
 #include "app/session.h"
+#include "core/together.h"
 
 namespace {
 
@@ -52,6 +53,27 @@ int by_one_rank(const std::function<ExitCode(int ranks)>& body, int& argc, char*
   return code;
 }
 
+// What all ranks do together. A failure that they agree on is told once; one of a single rank ends the others, who wait for it.
+int by_all_ranks(const std::function<ExitCode(parallel::Communicator&)>& body, int& argc, char**& argv) {
+  if (!app::started_by_launcher()) {
+    app::release_stop_signals();
+    return told([&] { return body(*parallel::solo()); });
+  }
+  app::Session session(argc, argv);
+  app::release_stop_signals();
+  int code = 0;
+  try {
+    code = int(body(session.control()));
+  } catch (const core::AgreedError& e) {
+    code = int(e.code());
+    if (session.rank() == 0) failed(e.what(), e.code());
+  } catch (const std::exception& e) {
+    session.abort(failed(e.what(), ExitCode::run_failed));
+  }
+  session.control().barrier();
+  return code;
+}
+
 ExitCode run(const app::Command& command, int ranks) {
   if (const auto* check = std::get_if<app::CheckArguments>(&command)) return app::check(*check, ranks);
   if (const auto* plan = std::get_if<app::PlanArguments>(&command)) return app::plan(*plan);
@@ -75,5 +97,9 @@ int main(int argc, char** argv) {
     return by_one_rank([&](int) -> ExitCode { throw refusal; }, argc, argv);
   }
   if (const auto* train = std::get_if<app::TrainArguments>(&command)) return told([&] { return app::train(*train, argc, argv); });
+  if (const auto* import = std::get_if<app::ImportArguments>(&command))
+    return by_all_ranks([&](parallel::Communicator& control) { return app::import(*import, control); }, argc, argv);
+  if (const auto* exports = std::get_if<app::ExportArguments>(&command))
+    return by_all_ranks([&](parallel::Communicator& control) { return app::export_to(*exports, control); }, argc, argv);
   return by_one_rank([&](int ranks) { return run(command, ranks); }, argc, argv);
 }

@@ -303,6 +303,7 @@ class Reader {
           if (near.empty() && leaf(doc.key) == name) near = doc.key;
       }
       report_.add(value.key_line, path_ + name, "unknown key" + (near.empty() ? "" : ", did you mean " + near + "?"));
+      report_.faults.back().unknown = true;
     }
   }
 

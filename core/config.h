@@ -175,6 +175,7 @@ struct Fault {
   std::string key;       // section.key; empty: not about one key
   std::string text;      // what is wrong, with the numbers, and what would be right
   std::string set = {};  // what --set was given, where that is at fault; it names the key
+  bool unknown = false;  // no such key
 };
 
 // The job as understood, presets and --set applied; faults of spelling, type and range are added to `faults`, which is then ordered

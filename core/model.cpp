@@ -118,4 +118,10 @@ void Model::backward(Pass& pass, const Layout& layout) {
   pass.kept.release(start_mark_);
 }
 
+ParamTable parameters_of(const ModelConfig& model) {
+  ParamTable table;
+  Model(model, table);
+  return table;
+}
+
 }  // namespace moetrain::core

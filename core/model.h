@@ -45,4 +45,6 @@ class Model {
   std::size_t head_mark_ = 0, start_mark_ = 0;
 };
 
+ParamTable parameters_of(const ModelConfig& model);  // what a Model declares
+
 }  // namespace moetrain::core

@@ -9,12 +9,6 @@
 namespace moetrain::core {
 namespace {
 
-struct Declared {
-  ParamTable table;
-  Model model;
-  explicit Declared(const ModelConfig& m) : model(m, table) {}
-};
-
 bool holds(const std::string& name, const char* part) { return name.find(part) != std::string::npos; }
 
 // The sum that the products of this weight belong to; null for what never multiplies as a matrix. Those are the parameters that
@@ -164,11 +158,11 @@ bool alike(const RankPlan& a, const RankPlan& b) {
 
 ParameterCounts count_parameters(const Config& config) {
   constexpr std::int64_t kMostParameters = std::int64_t(1) << 56;  // weights, gradients and moments are 18 bytes of each
-  Declared d(config.model);
-  d.table.freeze_all_but(config.training.trainable);
+  ParamTable table = parameters_of(config.model);
+  table.freeze_all_but(config.training.trainable);
   ParameterCounts n;
   std::int64_t read_only_as_rows = 0;
-  for (const Param& p : d.table.all()) {
+  for (const Param& p : table.all()) {
     const std::int64_t count = p.shape.count();
     if (count > kMostParameters - n.total)
       throw Error("the model has more parameters than bytes can be counted: " + std::to_string(n.total) + " and then " + p.name +
@@ -189,9 +183,9 @@ StepFlops step_flops(const Config& config, std::int64_t tokens) {
   const ModelConfig& m = config.model;
   const bool sparse = m.dsa && config.loss.indexer_stage == IndexerStage::sparse;
   const bool indexes = sparse || (m.dsa && config.loss.indexer_coefficient != 0);
-  const Declared d(m);
+  const ParamTable table = parameters_of(m);
   StepFlops f;  // of one token's forward, until the end
-  for (const Param& p : d.table.all()) {
+  for (const Param& p : table.all()) {
     double* sum = flops_of(f, p, m);
     if (sum == nullptr) continue;
     const double share = p.unit == UnitKind::experts ? double(m.num_experts_per_token) / double(m.num_experts) : 1;
@@ -219,8 +213,7 @@ Plan make_plan(const Config& config) {
   plan.parameters = count_parameters(config);
   plan.tokens = tokens_of_step(config);
   plan.flops = step_flops(config, plan.tokens);
-  const Declared declared(config.model);
-  const Kinds kinds(config, declared.table);
+  const Kinds kinds(config, parameters_of(config.model));
   std::map<Kinds::Kind, std::size_t> planned;  // which of plan.ranks
   for (int rank = 0; rank < config.parallel.mesh().ranks(); ++rank) {
     const auto [it, fresh] = planned.try_emplace(kinds.of(rank), plan.ranks.size());

@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "core/checkpoint.h"
+#include "core/import.h"
 #include "core/monitor.h"
 #include "core/plan.h"
 #include "core/together.h"
@@ -144,7 +145,7 @@ class Run {
         trainer_.evaluation_batches(io::BatchSource(data_options(config_, config_.data.eval, {})), config_.training.eval_batches);
   }
 
-  // Weights: fresh, or those of a checkpoint. Rank 0 decides, since another rank may see an older state of a shared disk.
+  // Weights: those of a checkpoint of this run, else of model.init_from, else fresh. Rank 0 decides, since another rank may see an older state of a shared disk.
   void start() {
     std::string from;
     together(control_, [&] {
@@ -163,8 +164,10 @@ class Run {
     control_.broadcast(&length, sizeof length, 0);
     from.resize(std::size_t(length));
     control_.broadcast(from.data(), length, 0);
+    if (from.empty() && config_.model.init_from.empty()) return trainer_.initialize();
     if (from.empty()) {
-      trainer_.initialize();
+      initialize_from(trainer_, config_.model.init_from);
+      if (main_rank()) spdlog::info("weights from {}", config_.model.init_from);
       return;
     }
     load_checkpoint(trainer_, from, options_.resume == "auto");

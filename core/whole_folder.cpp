@@ -37,7 +37,9 @@ void remove_partial(const std::string& path) {
 }
 
 WholeFolder::WholeFolder(parallel::Communicator& control, std::string path)
-    : control_(control), path_(std::move(path)), partial_(path_ + kPartial) {
+    : control_(control), path_(std::move(path)) {
+  while (path_.size() > 1 && path_.back() == '/') path_.pop_back();
+  partial_ = path_ + kPartial;
   together(control_, [&] {
     if (control_.rank() != 0) return;
     remove_partial(partial_);

@@ -1,0 +1,150 @@
+// export.cpp -- which tensor goes into which file, and its rows from the checkpoint into it.
+#include "core/export.h"
+
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+
+#include "core/checkpoint_files.h"
+#include "core/hf_names.h"
+#include "core/host_values.h"
+#include "core/model.h"
+#include "core/together.h"
+#include "core/whole_folder.h"
+#include "io/hf_config.h"
+#include "io/safetensors.h"
+
+namespace moetrain::core {
+namespace fs = std::filesystem;
+namespace {
+
+// What is in the checkpoint, and the files it is to become.
+struct Source {
+  io::Hdf5File view;
+  Config config;
+  ParamTable table;
+  std::vector<DType> dtypes;  // by parameter
+};
+struct File {
+  std::string name;
+  std::vector<HfTensor> tensors;
+};
+
+Source open_source(const std::string& checkpoint) {
+  Source s{io::Hdf5File::open(view_path(checkpoint)), {}, {}, {}};
+  std::vector<Fault> faults;
+  s.config = read_config(io::parse_yaml(s.view.read_text("job"), checkpoint + ":/job"), {}, ".", faults);
+  for (const Fault& f : faults)
+    if (f.key.starts_with("model")) throw Error(checkpoint + ":/job: " + f.key + ": " + f.text);
+  s.table = parameters_of(s.config.model);
+  for (const Param& p : s.table.all()) {
+    if (!s.view.has(p.name)) throw Error(checkpoint + ": holds no tensor " + p.name);
+    const auto info = s.view.info(p.name);
+    if (info.shape != p.shape || !is_floating(info.dtype))
+      throw Error(checkpoint + ": " + p.name + " is " + info.type + " " + info.shape.text() + ", its job makes it " + p.shape.text());
+    s.dtypes.push_back(info.dtype);
+  }
+  return s;
+}
+
+std::int64_t bytes_of(const Source& s, const HfTensor& t) { return t.shape.count() * size_of(s.dtypes[std::size_t(t.param)]); }
+
+std::vector<File> divide(const Source& s, std::int64_t file_bytes) {
+  std::vector<File> files;
+  std::int64_t room = 0;
+  for (HfTensor& t : hf_tensors(s.config.model, s.table)) {
+    const std::int64_t bytes = bytes_of(s, t);
+    if (files.empty() || bytes > room) {
+      files.emplace_back();
+      room = file_bytes;
+    }
+    room -= bytes;
+    files.back().tensors.push_back(std::move(t));
+  }
+  for (std::size_t f = 0; f < files.size(); ++f) {
+    char name[64];
+    std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", f + 1, files.size());
+    files[f].name = files.size() == 1 ? "model.safetensors" : name;
+    // The widest type first, so that each begins where its type may.
+    std::stable_sort(files[f].tensors.begin(), files[f].tensors.end(), [&](const HfTensor& a, const HfTensor& b) {
+      return size_of(s.dtypes[std::size_t(a.param)]) > size_of(s.dtypes[std::size_t(b.param)]);
+    });
+  }
+  return files;
+}
+
+void write_file(const Source& s, const File& file, const std::string& folder) {
+  std::vector<io::SafetensorsEntry> entries;
+  for (const HfTensor& t : file.tensors) {
+    std::vector<std::int64_t> shape;
+    for (int d = 0; d < t.shape.rank(); ++d) shape.push_back(t.shape[d]);
+    entries.push_back({.name = t.name, .dtype = io::safetensors_dtype(s.dtypes[std::size_t(t.param)]), .shape = std::move(shape)});
+  }
+  io::SafetensorsWriter writer(folder + "/" + file.name, std::move(entries));
+  std::vector<std::byte> host;
+  for (const HfTensor& t : file.tensors) {
+    const Param& p = s.table[t.param];
+    host.assign(std::size_t(bytes_of(s, t)), std::byte(0));  // what lies past the rows is padding
+    const Tensor rows(host.data(), s.dtypes[std::size_t(t.param)], p.shape.with_dim0(t.rows.count()));
+    s.view.read_rows(p.name, t.rows.begin, rows);
+    if (const std::int64_t at = first_not_finite(rows); at >= 0)
+      throw Error(s.view.path() + ": " + p.name + ": element " + std::to_string(t.rows.begin * p.shape.row() + at) + " is not a finite number");
+    writer.append(host.data(), std::int64_t(host.size()));
+  }
+  writer.close();
+}
+
+// What makes the folder one that loads is written last.
+void write_index_and_config(const Source& s, const std::vector<File>& files, const std::string& folder, const std::string& out) {
+  std::vector<io::SafetensorsIndexEntry> index;
+  std::int64_t bytes = 0;
+  for (const File& file : files)
+    for (const HfTensor& t : file.tensors) {
+      index.push_back({t.name, file.name});
+      bytes += bytes_of(s, t);
+    }
+  if (files.size() > 1) io::write_safetensors_index(folder, index, bytes);
+
+  ModelConfig m = s.config.model;
+  m.init_from.clear();
+  m.linear_attn.kda_layers.clear();  // always written, as the transformers library goes by both lists or by neither
+  for (std::int64_t layer = 1; layer <= m.num_hidden_layers; ++layer)
+    if (!m.full_attention(layer - 1)) m.linear_attn.kda_layers.push_back(layer);
+  if (m.dsa) m.dsa->layers = m.linear_attn.full_attn_layers;
+  Config c;
+  c.model = m;
+  const io::YamlNode job = config_to_yaml(c);
+  io::YamlNode model = *job.find("model");
+  std::erase_if(model.entries, [](const auto& entry) { return entry.first == "init_from"; });
+  const DType dtype = s.dtypes[0];
+  io::write_text_atomically(folder + "/config.json",
+                            io::hf_config_text(model, dtype == DType::bf16 ? "bfloat16" : dtype == DType::f64 ? "float64" : "float32"));
+  spdlog::info("{}: {} tensors, {} bytes in {} {}", out, index.size(), bytes, files.size(), files.size() == 1 ? "file" : "files");
+}
+
+}  // namespace
+
+void export_folder(parallel::Communicator& control, const std::string& checkpoint, const std::string& out, std::int64_t file_bytes) {
+  std::vector<FileSum> shards;
+  together(control, [&] {
+    if (fs::exists(out)) throw Error(out + ": exists already", ExitCode::bad_job);
+    shards = verified_view(checkpoint);
+  });
+  verify_shards(control, checkpoint, shards);
+  std::optional<Source> source;
+  std::vector<File> files;
+  together(control, [&] {
+    source.emplace(open_source(checkpoint));
+    files = divide(*source, file_bytes);
+  });
+  WholeFolder folder(control, out);
+  together(control, [&] {
+    for (std::size_t f = std::size_t(control.rank()); f < files.size(); f += std::size_t(control.size()))
+      write_file(*source, files[f], folder.partial());
+  });
+  folder.finish([&] { write_index_and_config(*source, files, folder.partial(), out); });
+}
+
+}  // namespace moetrain::core

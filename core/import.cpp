@@ -1,0 +1,169 @@
+// import.cpp -- rows of every parameter, in pieces, from where they are to where they go. Pieces start as NaN, and none may remain.
+#include "core/import.h"
+
+#include <spdlog/spdlog.h>
+
+#include <filesystem>
+
+#include "core/checkpoint.h"
+#include "core/checkpoint_files.h"
+#include "core/hf_weights.h"
+#include "core/host_values.h"
+#include "core/job_difference.h"
+#include "core/together.h"
+
+namespace moetrain::core {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr std::int64_t kPieceBytes = std::int64_t(64) << 20;
+
+// Rows of a parameter, converted to the floating type of `to` in host memory.
+using ReadRows = std::function<void(int param, std::int64_t first, Tensor to)>;
+using UseRows = std::function<void(std::int64_t first, Tensor rows)>;
+
+// All rows in pieces of kPieceBytes, at least one row each; every value of a piece was read and is finite.
+void for_each_piece(const Param& p, int param, parallel::Rows rows, DType dtype, const ReadRows& read, const UseRows& use) {
+  const std::int64_t row_bytes = p.shape.row() * size_of(dtype), most = std::max<std::int64_t>(1, kPieceBytes / std::max<std::int64_t>(1, row_bytes));
+  std::vector<std::byte> host;
+  for (std::int64_t first = rows.begin; first < rows.end; first += most) {
+    const std::int64_t count = std::min(most, rows.end - first);
+    host.assign(std::size_t(count * row_bytes), std::byte(0xff));  // NaN in every floating type
+    const Tensor piece(host.data(), dtype, p.shape.with_dim0(count));
+    read(param, first, piece);
+    if (const std::int64_t at = first_not_finite(piece); at >= 0)
+      throw Error(p.name + ": element " + std::to_string(first * p.shape.row() + at) + " was left without a finite value");
+    use(first, piece);
+  }
+}
+
+DType stored_dtype(const Param& p, DType run) { return p.pinned ? real_of(run) : run; }
+
+void write_rows(const ParamTable& table, const Config& c, int rank, int ranks, const ReadRows& read, io::Hdf5File& file) {
+  for (int i = 0; i < table.size(); ++i) {
+    const Param& p = table[i];
+    const parallel::Rows mine = parallel::shard_of(p.shape[0], rank, ranks);
+    if (mine.count() == 0) continue;
+    const DType dtype = stored_dtype(p, c.run.dtype);
+    file.create_dataset(p.name, dtype, p.shape.with_dim0(mine.count()));
+    for_each_piece(p, i, mine, dtype, read,
+                   [&](std::int64_t first, Tensor rows) { file.write_rows(p.name, first - mine.begin, rows); });
+  }
+}
+
+void write_view(const ParamTable& table, const Config& c, int ranks, io::Hdf5File& file) {
+  for (const Param& p : table.all()) {
+    std::vector<io::VirtualSource> sources;
+    for (int r = 0; r < ranks; ++r)
+      if (const auto rows = parallel::shard_of(p.shape[0], r, ranks); rows.count() > 0)
+        sources.push_back({shard_name(r), p.name, rows.begin, rows.count()});
+    file.create_virtual(p.name, stored_dtype(p, c.run.dtype), p.shape, sources);
+  }
+}
+
+// The model of `path` and of the job decide the same numbers.
+void check_same_model(const Config& job, const ModelConfig& model, const std::string& path) {
+  const auto plain = [](ModelConfig m) {  // without lists that only repeat others
+    m.num_key_value_heads.reset();
+    m.linear_attn.kda_layers.clear();
+    if (m.dsa) m.dsa->layers.clear();
+    Config c;
+    c.model = m;
+    return config_to_yaml(c);
+  };
+  const auto d = first_difference(plain(job.model), plain(model), {"model"},
+                                  {"model.init_from", "model.initializer_range", "model.max_position_embeddings"});
+  if (d)
+    throw Error("model.init_from: " + path + " is another model: " + d->key + " is " + d->there + " there and " + d->here + " here",
+                ExitCode::bad_job);
+}
+
+ReadRows reader_of_folder(const Trainer& t, const std::string& path) {
+  const HfModel source = read_hf_model(path);
+  check_same_model(t.config(), source.model, path);
+  const auto weights = std::make_shared<HfWeights>(path, source, t.table());
+  return [weights](int param, std::int64_t first, Tensor to) { weights->read(param, first, to); };
+}
+
+ReadRows reader_of_checkpoint(const Trainer& t, const std::string& path) {
+  const auto view = std::make_shared<io::Hdf5File>(io::Hdf5File::open(view_path(path)));
+  std::vector<Fault> faults;
+  const Config source = read_config(io::parse_yaml(view->read_text("job"), path + ":/job"), {}, ".", faults);
+  if (!faults.empty()) throw Error(path + ":/job: " + faults[0].key + ": " + faults[0].text);
+  check_same_model(t.config(), source.model, path);
+  const auto dataset = [view](const std::string& name) { return view->has("master/" + name) ? "master/" + name : name; };
+  for (const Param& p : t.table().all()) {
+    if (!view->has(dataset(p.name))) throw Error(path + ": holds no tensor " + p.name);
+    const auto info = view->info(dataset(p.name));
+    if (info.shape != p.shape || !is_floating(info.dtype))
+      throw Error(path + ": " + dataset(p.name) + " is " + info.type + " " + info.shape.text() + " there, this model needs " + p.shape.text());
+  }
+  return [view, dataset, &table = t.table()](int param, std::int64_t first, Tensor to) {
+    const std::string name = dataset(table[param].name);
+    const DType dtype = view->info(name).dtype;
+    std::vector<std::byte> raw(std::size_t(to.count() * size_of(dtype)));
+    const Tensor rows(raw.data(), dtype, to.shape);
+    view->read_rows(name, first, rows);
+    convert(rows, to);
+  };
+}
+
+// A piece to where the run keeps it, in the type it is kept in there.
+void put(Trainer& t, ConstTensor piece, Tensor to) {
+  std::vector<std::byte> host(std::size_t(to.bytes()));
+  convert(piece, Tensor(host.data(), to.dtype, to.shape));
+  copy_to_device(t.memory().device(), to.data, host.data(), to.bytes());
+}
+
+}  // namespace
+
+Config import_folder(parallel::Communicator& control, const std::string& folder, const std::string& out) {
+  Config c;
+  ParamTable table;
+  std::unique_ptr<HfWeights> weights;
+  together(control, [&] {
+    if (!fs::is_directory(folder)) throw Error(folder + ": no such folder", ExitCode::bad_job);
+    if (fs::exists(out)) throw Error(out + ": exists already", ExitCode::bad_job);
+    const HfModel source = read_hf_model(folder);
+    c.model = source.model;
+    table = parameters_of(c.model);
+    weights = std::make_unique<HfWeights>(folder, source, table);
+    c.run.dtype = weights->dtype();
+    if (control.rank() == 0)
+      spdlog::info("{}: {} tensors, {} parameters, {}{}", folder, weights->tensors(), table.count(), name_of(c.run.dtype),
+                   source.vision ? "; those of the vision tower are left out" : "");
+  });
+  const auto read = [&](int param, std::int64_t first, Tensor to) { weights->read(param, first, to); };
+  write_checkpoint(
+      control, out, {{}, c.run.seed, io::to_yaml(config_to_yaml(c)), "imported by " + std::to_string(control.size()) + " ranks"},
+      [&](io::Hdf5File& file) { write_rows(table, c, control.rank(), control.size(), read, file); },
+      [&](io::Hdf5File& file) { write_view(table, c, control.size(), file); });
+  return c;
+}
+
+void initialize_from(Trainer& t, const std::string& path) {
+  auto& control = *t.mesh().world().control;
+  ReadRows read;
+  std::vector<FileSum> shards;
+  const std::string checkpoint = checkpoint_at(path);
+  together(control, [&] {
+    if (!checkpoint.empty()) shards = verified_view(checkpoint);
+    read = checkpoint.empty() ? reader_of_folder(t, path) : reader_of_checkpoint(t, checkpoint);
+  });
+  verify_shards(control, checkpoint, shards);
+  together(control, [&] {
+    for (int i = 0; i < t.table().size(); ++i) {
+      const auto rows = t.params().update_rows(i);
+      const std::int64_t whole = t.layout().first_row[std::size_t(i)];
+      for_each_piece(t.table()[i], i, {whole + rows.begin, whole + rows.end}, real_of(t.config().run.dtype), read,
+                     [&](std::int64_t first, Tensor piece) {
+                       const parallel::Rows here{first - whole, first - whole + piece.shape[0]};
+                       put(t, piece, t.params().stored(i, here));
+                       if (t.optimizer().has_master(i)) put(t, piece, t.optimizer().master(i, here));
+                     });
+    }
+  });
+  t.params().publish();
+}
+
+}  // namespace moetrain::core
