@@ -72,6 +72,15 @@ std::string layout_text(const Config& c) {
          ", sharding " + kSharding[std::size_t(p.sharding)];
 }
 
+ModelConfig model_of(const io::Hdf5File& view) {
+  const std::string name = view.path() + ":/job";
+  std::vector<Fault> faults;
+  const Config config = read_config(io::parse_yaml(view.read_text("job"), name), {}, ".", faults);
+  for (const Fault& f : faults)
+    if (f.key.starts_with("model")) throw Error(name + ": " + f.key + ": " + f.text);
+  return config.model;
+}
+
 void write_checkpoint(parallel::Communicator& control, const std::string& path, const CheckpointHeader& header, const WriteFile& shard,
                       const WriteFile& view) {
   WholeFolder folder(control, path);

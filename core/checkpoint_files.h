@@ -28,6 +28,8 @@ using WriteFile = std::function<void(io::Hdf5File&)>;
 void write_checkpoint(parallel::Communicator& control, const std::string& path, const CheckpointHeader& header, const WriteFile& shard,
                       const WriteFile& view);
 
+ModelConfig model_of(const io::Hdf5File& view);  // from the job in it, whose other sections are not judged
+
 struct FileSum {
   std::string file;
   io::Checksum sum;

@@ -23,7 +23,7 @@ namespace {
 // What is in the checkpoint, and the files it is to become.
 struct Source {
   io::Hdf5File view;
-  Config config;
+  ModelConfig model;
   ParamTable table;
   std::vector<DType> dtypes;  // by parameter
 };
@@ -34,11 +34,8 @@ struct File {
 
 Source open_source(const std::string& checkpoint) {
   Source s{io::Hdf5File::open(view_path(checkpoint)), {}, {}, {}};
-  std::vector<Fault> faults;
-  s.config = read_config(io::parse_yaml(s.view.read_text("job"), checkpoint + ":/job"), {}, ".", faults);
-  for (const Fault& f : faults)
-    if (f.key.starts_with("model")) throw Error(checkpoint + ":/job: " + f.key + ": " + f.text);
-  s.table = parameters_of(s.config.model);
+  s.model = model_of(s.view);
+  s.table = parameters_of(s.model);
   for (const Param& p : s.table.all()) {
     if (!s.view.has(p.name)) throw Error(checkpoint + ": holds no tensor " + p.name);
     const auto info = s.view.info(p.name);
@@ -54,7 +51,7 @@ std::int64_t bytes_of(const Source& s, const HfTensor& t) { return t.shape.count
 std::vector<File> divide(const Source& s, std::int64_t file_bytes) {
   std::vector<File> files;
   std::int64_t room = 0;
-  for (HfTensor& t : hf_tensors(s.config.model, s.table)) {
+  for (HfTensor& t : hf_tensors(s.model, s.table)) {
     const std::int64_t bytes = bytes_of(s, t);
     if (files.empty() || bytes > room) {
       files.emplace_back();
@@ -107,7 +104,7 @@ void write_index_and_config(const Source& s, const std::vector<File>& files, con
     }
   if (files.size() > 1) io::write_safetensors_index(folder, index, bytes);
 
-  ModelConfig m = s.config.model;
+  ModelConfig m = s.model;
   m.init_from.clear();
   m.linear_attn.kda_layers.clear();  // always written, as the transformers library goes by both lists or by neither
   for (std::int64_t layer = 1; layer <= m.num_hidden_layers; ++layer)

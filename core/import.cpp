@@ -87,10 +87,7 @@ ReadRows reader_of_folder(const Trainer& t, const std::string& path) {
 
 ReadRows reader_of_checkpoint(const Trainer& t, const std::string& path) {
   const auto view = std::make_shared<io::Hdf5File>(io::Hdf5File::open(view_path(path)));
-  std::vector<Fault> faults;
-  const Config source = read_config(io::parse_yaml(view->read_text("job"), path + ":/job"), {}, ".", faults);
-  if (!faults.empty()) throw Error(path + ":/job: " + faults[0].key + ": " + faults[0].text);
-  check_same_model(t.config(), source.model, path);
+  check_same_model(t.config(), model_of(*view), path);
   const auto dataset = [view](const std::string& name) { return view->has("master/" + name) ? "master/" + name : name; };
   for (const Param& p : t.table().all()) {
     if (!view->has(dataset(p.name))) throw Error(path + ": holds no tensor " + p.name);

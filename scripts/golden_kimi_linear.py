@@ -1,4 +1,5 @@
-"""Second oracle, by other hands: the KimiLinear class of the transformers library, run in f64; writes tests/golden/kimi_linear.h5.
+"""Second oracle, by other hands: the KimiLinear class of the transformers library, run in f64; writes tests/golden/kimi_linear.h5,
+and the same weights in f32 as the folder that the library itself saves, tests/golden/kimi_linear_hf.
 
 The class widens to f32 wherever a half-precision model would need it. Under `widening_to_f64` those very casts widen to f64, so
 that the numbers hold to rounding; a plain f32 run beside it shows that nothing else changed. Names are turned back into those of
@@ -11,6 +12,7 @@ import contextlib
 import json
 import math
 import pathlib
+import shutil
 import sys
 
 sys.path.append(sys.path.pop(0))  # this folder last: its tokenize.py must not hide the standard module of that name
@@ -200,6 +202,10 @@ def main():
         file["documents"] = documents.numpy().astype(np.int64)
         file["logits"] = logits.flatten(0, 1).numpy()
         file["lm_loss"] = float(loss)
+    folder = args.out / "kimi_linear_hf"
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder, max_shard_size="200KB")  # three files and an index
+    (folder / "generation_config.json").unlink(missing_ok=True)
     print(f"{path.name}: {sum(t.numel() for t in weights.values())} parameters, {path.stat().st_size} bytes")
 
 

@@ -1,9 +1,11 @@
 // golden_test.cpp -- logits, gradients and ten losses against independent f64 programs (tests/golden/README.md).
+#include "core/import.h"
 #include "core/trainer.h"
 #include "io/hdf5_file.h"
 #include "io/yaml.h"
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/temp_folder.h"
 #include "tests/support/tiny.h"
 
 using namespace moetrain;
@@ -73,20 +75,21 @@ io::Batch batch_of(const std::vector<double>& tokens, const std::vector<double>&
   return b;
 }
 
-void check_forward_and_gradients(const char* name) {
-  const auto file = io::Hdf5File::open(golden(name));
-  core::Config c = golden_config(file);
-  c.optimizer.lr = 0;  // gradients are looked at after the step
-  auto t = make(file, c);
+// loss, logits and gradients within these of the golden ones.
+struct Bounds {
+  double values = 1e-10, gradients = 1e-9;
+};
+void check_forward_and_gradients(const io::Hdf5File& file, core::Trainer* t, Bounds bounds = {}) {
   const auto shape = file.info("tokens").shape;
   const io::Batch host = batch_of(read_all(file, "tokens"), read_all(file, "labels"), read_all(file, "documents"), shape[0]);
-  std::vector<double> logits(std::size_t(shape.count() * c.model.vocab_size));
-  const double loss = t->evaluate({&host, 1}, Tensor(logits.data(), DType::f64, {shape.count(), c.model.vocab_size}));
-  CHECK(difference(logits, read_all(file, "logits"), 1e-10) == "");
-  CHECK(difference({loss}, read_all(file, file.has("lm_loss") ? "lm_loss" : "loss"), 1e-10) == "");
+  std::vector<double> room(std::size_t(shape.count() * t->config().model.vocab_size));
+  const Tensor logits(room.data(), t->config().run.dtype, {shape.count(), t->config().model.vocab_size});
+  const double loss = t->evaluate({&host, 1}, logits);
+  CHECK(difference(values_of(logits), read_all(file, "logits"), bounds.values) == "");
+  CHECK(difference({loss}, read_all(file, file.has("lm_loss") ? "lm_loss" : "loss"), bounds.values) == "");
   const io::Batch one[1] = {host};
   const auto result = t->step(one);
-  if (file.has("indexer_loss")) CHECK(difference({result.indexer_loss.value()}, read_all(file, "indexer_loss"), 1e-10) == "");
+  if (file.has("indexer_loss")) CHECK(difference({result.indexer_loss.value()}, read_all(file, "indexer_loss"), bounds.values) == "");
   if (file.has("expert_counts")) {
     const auto counts = read_all(file, "expert_counts");
     CHECK(std::vector<double>(result.expert_tokens.begin(), result.expert_tokens.end()) == counts);
@@ -97,10 +100,35 @@ void check_forward_and_gradients(const char* name) {
     if (!p.trainable) continue;
     CAPTURE(p.name);
     const auto want = read_all(file, "gradients/" + p.name);
-    CHECK(difference(values_of(t->params().stored_gradient(i, t->params().update_rows(i))), want, 1e-9, 1e-15) == "");
+    CHECK(difference(values_of(t->params().stored_gradient(i, t->params().update_rows(i))), want, bounds.gradients, 1e-15) == "");
     ++compared;
   }
   CHECK(compared > 60);
+}
+
+// From the golden file's own weights, in f64.
+void check_forward_and_gradients(const char* name) {
+  const auto file = io::Hdf5File::open(golden(name));
+  core::Config c = golden_config(file);
+  c.optimizer.lr = 0;  // gradients are looked at after the step
+  check_forward_and_gradients(file, make(file, c).get());
+}
+
+// From the folder that the transformers library saved, straight and by way of a checkpoint.
+void check_imported(DType dtype, Bounds bounds) {
+  const TempFolder folder;
+  const std::string saved = golden("kimi_linear_hf"), checkpoint = folder / "imported";
+  core::import_folder(*parallel::solo(), saved, checkpoint);
+  const auto file = io::Hdf5File::open(golden("kimi_linear.h5"));
+  core::Config c = golden_config(file);
+  c.optimizer.lr = 0;
+  c.run.dtype = dtype;
+  for (const std::string& from : {saved, checkpoint}) {
+    CAPTURE(from);
+    core::Trainer t(c, parallel::solo(), Device::cpu, /*poison=*/true);
+    core::initialize_from(t, from);
+    check_forward_and_gradients(file, &t, bounds);
+  }
 }
 
 void check_ten_steps(const char* name, core::Balance balance, const char* losses) {
@@ -153,6 +181,10 @@ TEST_CASE("logits, losses, counts and every gradient of the Kimi-Linear kind are
 }
 TEST_CASE("logits, loss and every gradient are those of the transformers library's own Kimi-Linear class") {
   check_forward_and_gradients("kimi_linear.h5");
+}
+TEST_CASE("a folder that the transformers library saved gives the library's logits, loss and every gradient") {
+  check_imported(DType::f64, {});
+  check_imported(DType::f32, {1e-5, 1e-4});
 }
 TEST_CASE("ten steps of the K3.1 kind have the losses, norms and weights of an independent program") {
   check_ten_steps("tiny.h5", core::Balance::none, "losses");
