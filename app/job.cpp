@@ -59,7 +59,7 @@ JudgedJob judge_job(const JobArguments& job, const std::string& text, int ranks,
     judged.config.run.dir.clear();
   if (needs == Needs::sizes)
     std::erase_if(faults, [](const core::Fault& f) {
-      return about(f, "data.train") || about(f, "data.eval") || about(f, "run.dir") || about(f, "run.device");
+      return about(f, "data.train") || about(f, "data.eval") || about(f, "model.init_from") || about(f, "run.dir") || about(f, "run.device");
     });
   std::stable_sort(faults.begin(), faults.end(), [](const core::Fault& a, const core::Fault& b) { return a.line < b.line; });
   for (const core::Fault& f : faults) judged.faults += line_of(job.path, f) + "\n";

@@ -81,8 +81,8 @@ ModelConfig model_of(const io::Hdf5File& view) {
   return config.model;
 }
 
-void write_checkpoint(parallel::Communicator& control, const std::string& path, const CheckpointHeader& header, const WriteFile& shard,
-                      const WriteFile& view) {
+void write_checkpoint(parallel::Communicator& control, const std::string& path, const CheckpointHeader& header,
+                      const WriteFile& shard, const WriteFile& view) {
   WholeFolder folder(control, path);
   io::Checksum mine;
   together(control, [&] {
@@ -131,7 +131,8 @@ std::vector<FileSum> verified_view(const std::string& path) {
 
 void verify_shards(parallel::Communicator& control, const std::string& checkpoint, const std::vector<FileSum>& shards) {
   together(control, [&] {
-    for (std::size_t f = std::size_t(control.rank()); f < shards.size(); f += std::size_t(control.size())) verify(checkpoint, shards[f]);
+    for (std::size_t f = std::size_t(control.rank()); f < shards.size(); f += std::size_t(control.size()))
+      verify(checkpoint, shards[f]);
   });
 }
 

@@ -1,4 +1,5 @@
-// checkpoint_files.h -- the files of a checkpoint: their names and checksums, written so that it is complete or absent, and verified.
+// checkpoint_files.h -- the files of a checkpoint: their names and checksums, written so that it is complete or absent, and
+// verified.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -24,9 +25,10 @@ struct CheckpointHeader {  // what a view holds besides tensors
 // Writes the rows of one rank, or declares all tensors over the ranks' shards.
 using WriteFile = std::function<void(io::Hdf5File&)>;
 
-// Collective: the step folder `path` appears with all its files on the disk, or what was there stays. Fails on every rank or on none.
-void write_checkpoint(parallel::Communicator& control, const std::string& path, const CheckpointHeader& header, const WriteFile& shard,
-                      const WriteFile& view);
+// Collective: the step folder `path` appears with all its files on the disk, or what was there stays. Fails on every rank or on
+// none.
+void write_checkpoint(parallel::Communicator& control, const std::string& path, const CheckpointHeader& header,
+                      const WriteFile& shard, const WriteFile& view);
 
 ModelConfig model_of(const io::Hdf5File& view);  // from the job in it, whose other sections are not judged
 

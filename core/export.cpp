@@ -9,9 +9,9 @@
 
 #include "core/checkpoint_files.h"
 #include "core/hf_names.h"
-#include "core/host_values.h"
 #include "core/model.h"
 #include "core/together.h"
+#include "core/weight_pieces.h"
 #include "core/whole_folder.h"
 #include "io/hf_config.h"
 #include "io/safetensors.h"
@@ -40,7 +40,8 @@ Source open_source(const std::string& checkpoint) {
     if (!s.view.has(p.name)) throw Error(checkpoint + ": holds no tensor " + p.name);
     const auto info = s.view.info(p.name);
     if (info.shape != p.shape || !is_floating(info.dtype))
-      throw Error(checkpoint + ": " + p.name + " is " + info.type + " " + info.shape.text() + ", its job makes it " + p.shape.text());
+      throw Error(checkpoint + ": " + p.name + " is " + info.type + " " + info.shape.text() + ", its job makes it " +
+                  p.shape.text());
     s.dtypes.push_back(info.dtype);
   }
   return s;
@@ -80,15 +81,16 @@ void write_file(const Source& s, const File& file, const std::string& folder) {
     entries.push_back({.name = t.name, .dtype = io::safetensors_dtype(s.dtypes[std::size_t(t.param)]), .shape = std::move(shape)});
   }
   io::SafetensorsWriter writer(folder + "/" + file.name, std::move(entries));
-  std::vector<std::byte> host;
+  const WeightSource source{s.view.path(),
+                            [&](int param, std::int64_t first, Tensor to) { s.view.read_rows(s.table[param].name, first, to); }};
   for (const HfTensor& t : file.tensors) {
-    const Param& p = s.table[t.param];
-    host.assign(std::size_t(bytes_of(s, t)), std::byte(0));  // what lies past the rows is padding
-    const Tensor rows(host.data(), s.dtypes[std::size_t(t.param)], p.shape.with_dim0(t.rows.count()));
-    s.view.read_rows(p.name, t.rows.begin, rows);
-    if (const std::int64_t at = first_not_finite(rows); at >= 0)
-      throw Error(s.view.path() + ": " + p.name + ": element " + std::to_string(t.rows.begin * p.shape.row() + at) + " is not a finite number");
-    writer.append(host.data(), std::int64_t(host.size()));
+    const DType dtype = s.dtypes[std::size_t(t.param)];
+    std::int64_t padding = bytes_of(s, t);
+    for_each_piece(source, s.table[t.param], t.param, t.rows, dtype, [&](std::int64_t, Tensor rows) {
+      writer.append(rows.data, rows.bytes());
+      padding -= rows.bytes();
+    });
+    writer.append(std::string(std::size_t(padding), '\0').data(), padding);
   }
   writer.close();
 }
@@ -116,14 +118,16 @@ void write_index_and_config(const Source& s, const std::vector<File>& files, con
   io::YamlNode model = *job.find("model");
   std::erase_if(model.entries, [](const auto& entry) { return entry.first == "init_from"; });
   const DType dtype = s.dtypes[0];
-  io::write_text_atomically(folder + "/config.json",
-                            io::hf_config_text(model, dtype == DType::bf16 ? "bfloat16" : dtype == DType::f64 ? "float64" : "float32"));
+  io::write_text_atomically(folder + "/config.json", io::hf_config_text(model, dtype == DType::bf16  ? "bfloat16"
+                                                                               : dtype == DType::f64 ? "float64"
+                                                                                                     : "float32"));
   spdlog::info("{}: {} tensors, {} bytes in {} {}", out, index.size(), bytes, files.size(), files.size() == 1 ? "file" : "files");
 }
 
 }  // namespace
 
-void export_folder(parallel::Communicator& control, const std::string& checkpoint, const std::string& out, std::int64_t file_bytes) {
+void export_folder(parallel::Communicator& control, const std::string& checkpoint, const std::string& out,
+                   std::int64_t file_bytes) {
   std::vector<FileSum> shards;
   together(control, [&] {
     if (fs::exists(out)) throw Error(out + ": exists already", ExitCode::bad_job);

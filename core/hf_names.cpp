@@ -31,8 +31,11 @@ std::vector<HfTensor> hf_tensors(const ModelConfig& model, const ParamTable& tab
     }
     const auto dot = p.name.rfind('.');
     for (std::int64_t e = 0; e < p.shape[0]; ++e)
-      tensors.push_back({p.name.substr(0, dot) + "." + std::to_string(e) + p.name.substr(dot) + ".weight", "",
-                         Shape{p.shape[1], p.shape[2]}, i, {e, e + 1}});
+      tensors.push_back({p.name.substr(0, dot) + "." + std::to_string(e) + p.name.substr(dot) + ".weight",
+                         "",
+                         Shape{p.shape[1], p.shape[2]},
+                         i,
+                         {e, e + 1}});
   }
   return tensors;
 }
@@ -47,8 +50,9 @@ std::vector<HfVisionTensor> hf_vision_tensors(std::int64_t hidden_size) {
                                       {"mm_projector.post_norm.weight", {hidden_size}}};
   for (std::int64_t layer = 0; layer < kLayers; ++layer) {
     const std::string block = "vision_tower.encoder.blocks." + std::to_string(layer) + ".";
-    const std::vector<HfVisionTensor> of_layer{{"wqkv", {3 * kHeads, kWidth}},   {"wo", {kWidth, kHeads}}, {"mlp.fc0", {kMlp, kWidth}},
-                                               {"mlp.fc1", {kWidth, kMlp}}, {"norm0", {kWidth}},      {"norm1", {kWidth}}};
+    const std::vector<HfVisionTensor> of_layer{
+        {"wqkv", {3 * kHeads, kWidth}}, {"wo", {kWidth, kHeads}}, {"mlp.fc0", {kMlp, kWidth}},
+        {"mlp.fc1", {kWidth, kMlp}},    {"norm0", {kWidth}},      {"norm1", {kWidth}}};
     for (const HfVisionTensor& t : of_layer) tensors.push_back({block + t.name + ".weight", t.shape});
   }
   return tensors;

@@ -77,7 +77,8 @@ class HfPreflight {
   // That of the most, so that a single name with another one is found.
   void choose_prefix() {
     const auto& tensors = w_.folder_.tensors;
-    const auto with = std::count_if(tensors.begin(), tensors.end(), [](const auto& t) { return t.first.starts_with(kHfTextPrefix); });
+    const auto with =
+        std::count_if(tensors.begin(), tensors.end(), [](const auto& t) { return t.first.starts_with(kHfTextPrefix); });
     if (2 * std::size_t(with) > tensors.size()) prefix_ = kHfTextPrefix;
   }
 
@@ -118,7 +119,8 @@ class HfPreflight {
     const Param& p = table_[t.param];
     const std::string name = prefix_ + t.name, other = t.other.empty() ? name : prefix_ + t.other;
     auto& sources = w_.sources_[std::size_t(t.param)];
-    if (p.unit == UnitKind::experts && !has(name) && (has(name + "_packed") || has(name + "_scale"))) return find_packed(name, t, sources);
+    if (p.unit == UnitKind::experts && !has(name) && (has(name + "_packed") || has(name + "_scale")))
+      return find_packed(name, t, sources);
     const Place* place = take(!has(name) && has(other) ? other : name);
     sources.push_back({t.rows, place, nullptr});
     if (place == nullptr) return;
@@ -149,9 +151,7 @@ class HfPreflight {
     for (const Place* place : unused) wrong(*place, "not a tensor of this model");
   }
 
-  static std::string kind_of(const std::string& name) {
-    return name.substr(name.find('.', name.find("layers.") + 7) + 1);
-  }
+  static std::string kind_of(const std::string& name) { return name.substr(name.find('.', name.find("layers.") + 7) + 1); }
   // What most of them are; text_of: type, or type and shape.
   template <class Text>
   static std::string most(const std::vector<const Place*>& places, Text text_of) {
@@ -166,7 +166,8 @@ class HfPreflight {
     const std::string matrices = most(votes_[kMatrices], type_of);
     for (const auto& [kind, places] : votes_) {
       const std::string type = most(places, type_of);
-      const bool allowed = io::is_safetensors_float(type) && (kind == kMatrices || type == matrices || type == "F32" || kind == "vision tower");
+      const bool allowed =
+          io::is_safetensors_float(type) && (kind == kMatrices || type == matrices || type == "F32" || kind == "vision tower");
       for (const Place* place : places)
         if (!allowed)
           wrong(*place, "a type that is not read here");
@@ -232,11 +233,13 @@ void HfWeights::read_source(const Source& source, std::int64_t row, Tensor to) c
     io::read_safetensors_values(path, values.entry, all, Tensor(tail.data(), DType::f64, {padding}));
     for (std::int64_t i = 0; i < padding; ++i)
       if (tail[std::size_t(i)] != 0)  // NaN too
-        throw Error(path + ": " + values.entry.name + ": element " + std::to_string(all + i) + " is " + std::to_string(tail[std::size_t(i)]) +
-                    ", but past the " + std::to_string(all) + " heads there is only padding, which has to be 0");
+        throw Error(path + ": " + values.entry.name + ": element " + std::to_string(all + i) + " is " +
+                    std::to_string(tail[std::size_t(i)]) + ", but past the " + std::to_string(all) +
+                    " heads there is only padding, which has to be 0");
   }
   if (const std::int64_t i = first_not_finite(to); i >= 0)
-    throw Error(path + ": " + values.entry.name + ": element " + std::to_string(row * row_elements + i) + " is not a finite number");
+    throw Error(path + ": " + values.entry.name + ": element " + std::to_string(row * row_elements + i) +
+                " is not a finite number");
 }
 
 }  // namespace moetrain::core

@@ -16,9 +16,9 @@ struct HfModel {
 // config.json of the folder. An Error names every key that is wrong or missing; keys that are not known are told to the log.
 HfModel read_hf_model(const std::string& folder);
 
-// From headers alone: what is missing, not used, of another shape than config.json asks for, or of another type than its like, is one
-// Error with all of it. Matrices have one type; fp32 parameters (A_log, dt_bias, conv, o_norm, selection bias) that or F32, alike in
-// all layers; experts may be MXFP4 in pairs of weight_packed and weight_scale. The vision tower is checked and left out.
+// From headers alone: what is missing, not used, of another shape than config.json asks for, or of another type than its like, is
+// one Error with all of it. Matrices have one type; fp32 parameters (A_log, dt_bias, conv, o_norm, selection bias) that or F32,
+// alike in all layers; experts may be MXFP4 in pairs of weight_packed and weight_scale. The vision tower is checked and left out.
 class HfWeights {
  public:
   HfWeights(const std::string& folder, const HfModel& model, const ParamTable& table);

@@ -10,17 +10,22 @@ namespace {
 template <class Body>
 auto with_type(ConstTensor t, Body body) {
   switch (t.dtype) {
-    case DType::f64: return body(static_cast<const double*>(t.data));
-    case DType::f32: return body(static_cast<const float*>(t.data));
-    case DType::bf16: return body(static_cast<const bf16*>(t.data));
-    default: fail("host values: not a floating type", {{"dtype", std::int64_t(t.dtype)}});
+    case DType::f64:
+      return body(static_cast<const double*>(t.data));
+    case DType::f32:
+      return body(static_cast<const float*>(t.data));
+    case DType::bf16:
+      return body(static_cast<const bf16*>(t.data));
+    default:
+      fail("host values: not a floating type", {{"dtype", std::int64_t(t.dtype)}});
   }
 }
 
 }  // namespace
 
 void convert(ConstTensor from, Tensor to) {
-  check(from.count() == to.count(), "host values: as many to convert as there is room for", {{"from", from.count()}, {"to", to.count()}});
+  check(from.count() == to.count(), "host values: as many to convert as there is room for",
+        {{"from", from.count()}, {"to", to.count()}});
   with_type(from, [&](const auto* x) {
     with_type(to, [&](const auto* y) {
       using Y = std::remove_const_t<std::remove_pointer_t<decltype(y)>>;

@@ -4,7 +4,7 @@
 
 namespace moetrain::core {
 
-void convert(ConstTensor from, Tensor to);           // rounded to nearest where `to` is narrower
-std::int64_t first_not_finite(ConstTensor values);   // its index; -1: all are numbers
+void convert(ConstTensor from, Tensor to);          // rounded to nearest where `to` is narrower
+std::int64_t first_not_finite(ConstTensor values);  // its index; -1: all are numbers
 
 }  // namespace moetrain::core

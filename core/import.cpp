@@ -11,42 +11,22 @@
 #include "core/host_values.h"
 #include "core/job_difference.h"
 #include "core/together.h"
+#include "core/weight_pieces.h"
 
 namespace moetrain::core {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr std::int64_t kPieceBytes = std::int64_t(64) << 20;
-
-// Rows of a parameter, converted to the floating type of `to` in host memory.
-using ReadRows = std::function<void(int param, std::int64_t first, Tensor to)>;
-using UseRows = std::function<void(std::int64_t first, Tensor rows)>;
-
-// All rows in pieces of kPieceBytes, at least one row each; every value of a piece was read and is finite.
-void for_each_piece(const Param& p, int param, parallel::Rows rows, DType dtype, const ReadRows& read, const UseRows& use) {
-  const std::int64_t row_bytes = p.shape.row() * size_of(dtype), most = std::max<std::int64_t>(1, kPieceBytes / std::max<std::int64_t>(1, row_bytes));
-  std::vector<std::byte> host;
-  for (std::int64_t first = rows.begin; first < rows.end; first += most) {
-    const std::int64_t count = std::min(most, rows.end - first);
-    host.assign(std::size_t(count * row_bytes), std::byte(0xff));  // NaN in every floating type
-    const Tensor piece(host.data(), dtype, p.shape.with_dim0(count));
-    read(param, first, piece);
-    if (const std::int64_t at = first_not_finite(piece); at >= 0)
-      throw Error(p.name + ": element " + std::to_string(first * p.shape.row() + at) + " was left without a finite value");
-    use(first, piece);
-  }
-}
-
 DType stored_dtype(const Param& p, DType run) { return p.pinned ? real_of(run) : run; }
 
-void write_rows(const ParamTable& table, const Config& c, int rank, int ranks, const ReadRows& read, io::Hdf5File& file) {
+void write_rows(const ParamTable& table, const Config& c, int rank, int ranks, const WeightSource& source, io::Hdf5File& file) {
   for (int i = 0; i < table.size(); ++i) {
     const Param& p = table[i];
     const parallel::Rows mine = parallel::shard_of(p.shape[0], rank, ranks);
     if (mine.count() == 0) continue;
     const DType dtype = stored_dtype(p, c.run.dtype);
     file.create_dataset(p.name, dtype, p.shape.with_dim0(mine.count()));
-    for_each_piece(p, i, mine, dtype, read,
+    for_each_piece(source, p, i, mine, dtype,
                    [&](std::int64_t first, Tensor rows) { file.write_rows(p.name, first - mine.begin, rows); });
   }
 }
@@ -78,14 +58,14 @@ void check_same_model(const Config& job, const ModelConfig& model, const std::st
                 ExitCode::bad_job);
 }
 
-ReadRows reader_of_folder(const Trainer& t, const std::string& path) {
+WeightSource source_of_folder(const Trainer& t, const std::string& path) {
   const HfModel source = read_hf_model(path);
   check_same_model(t.config(), source.model, path);
   const auto weights = std::make_shared<HfWeights>(path, source, t.table());
-  return [weights](int param, std::int64_t first, Tensor to) { weights->read(param, first, to); };
+  return {path, [weights](int param, std::int64_t first, Tensor to) { weights->read(param, first, to); }};
 }
 
-ReadRows reader_of_checkpoint(const Trainer& t, const std::string& path) {
+WeightSource source_of_checkpoint(const Trainer& t, const std::string& path) {
   const auto view = std::make_shared<io::Hdf5File>(io::Hdf5File::open(view_path(path)));
   check_same_model(t.config(), model_of(*view), path);
   const auto dataset = [view](const std::string& name) { return view->has("master/" + name) ? "master/" + name : name; };
@@ -93,16 +73,17 @@ ReadRows reader_of_checkpoint(const Trainer& t, const std::string& path) {
     if (!view->has(dataset(p.name))) throw Error(path + ": holds no tensor " + p.name);
     const auto info = view->info(dataset(p.name));
     if (info.shape != p.shape || !is_floating(info.dtype))
-      throw Error(path + ": " + dataset(p.name) + " is " + info.type + " " + info.shape.text() + " there, this model needs " + p.shape.text());
+      throw Error(path + ": " + dataset(p.name) + " is " + info.type + " " + info.shape.text() + " there, this model needs " +
+                  p.shape.text());
   }
-  return [view, dataset, &table = t.table()](int param, std::int64_t first, Tensor to) {
-    const std::string name = dataset(table[param].name);
-    const DType dtype = view->info(name).dtype;
-    std::vector<std::byte> raw(std::size_t(to.count() * size_of(dtype)));
-    const Tensor rows(raw.data(), dtype, to.shape);
-    view->read_rows(name, first, rows);
-    convert(rows, to);
-  };
+  return {path, [view, dataset, &table = t.table()](int param, std::int64_t first, Tensor to) {
+            const std::string name = dataset(table[param].name);
+            const DType dtype = view->info(name).dtype;
+            std::vector<std::byte> raw(std::size_t(to.count() * size_of(dtype)));
+            const Tensor rows(raw.data(), dtype, to.shape);
+            view->read_rows(name, first, rows);
+            convert(rows, to);
+          }};
 }
 
 // A piece to where the run keeps it, in the type it is kept in there.
@@ -130,29 +111,29 @@ Config import_folder(parallel::Communicator& control, const std::string& folder,
       spdlog::info("{}: {} tensors, {} parameters, {}{}", folder, weights->tensors(), table.count(), name_of(c.run.dtype),
                    source.vision ? "; those of the vision tower are left out" : "");
   });
-  const auto read = [&](int param, std::int64_t first, Tensor to) { weights->read(param, first, to); };
+  const WeightSource source{folder, [&](int param, std::int64_t first, Tensor to) { weights->read(param, first, to); }};
   write_checkpoint(
       control, out, {{}, c.run.seed, io::to_yaml(config_to_yaml(c)), "imported by " + std::to_string(control.size()) + " ranks"},
-      [&](io::Hdf5File& file) { write_rows(table, c, control.rank(), control.size(), read, file); },
+      [&](io::Hdf5File& file) { write_rows(table, c, control.rank(), control.size(), source, file); },
       [&](io::Hdf5File& file) { write_view(table, c, control.size(), file); });
   return c;
 }
 
 void initialize_from(Trainer& t, const std::string& path) {
   auto& control = *t.mesh().world().control;
-  ReadRows read;
+  WeightSource source;
   std::vector<FileSum> shards;
   const std::string checkpoint = checkpoint_at(path);
   together(control, [&] {
     if (!checkpoint.empty()) shards = verified_view(checkpoint);
-    read = checkpoint.empty() ? reader_of_folder(t, path) : reader_of_checkpoint(t, checkpoint);
+    source = checkpoint.empty() ? source_of_folder(t, path) : source_of_checkpoint(t, checkpoint);
   });
   verify_shards(control, checkpoint, shards);
   together(control, [&] {
     for (int i = 0; i < t.table().size(); ++i) {
       const auto rows = t.params().update_rows(i);
       const std::int64_t whole = t.layout().first_row[std::size_t(i)];
-      for_each_piece(t.table()[i], i, {whole + rows.begin, whole + rows.end}, real_of(t.config().run.dtype), read,
+      for_each_piece(source, t.table()[i], i, {whole + rows.begin, whole + rows.end}, real_of(t.config().run.dtype),
                      [&](std::int64_t first, Tensor piece) {
                        const parallel::Rows here{first - whole, first - whole + piece.shape[0]};
                        put(t, piece, t.params().stored(i, here));

@@ -35,8 +35,8 @@ Keys keys_of(const io::YamlNode& job, const std::vector<std::string>& parts, con
 
 }  // namespace
 
-std::optional<JobDifference> first_difference(const io::YamlNode& here, const io::YamlNode& there, const std::vector<std::string>& parts,
-                                              const std::vector<std::string>& free) {
+std::optional<JobDifference> first_difference(const io::YamlNode& here, const io::YamlNode& there,
+                                              const std::vector<std::string>& parts, const std::vector<std::string>& free) {
   const Keys mine = keys_of(here, parts, free), theirs = keys_of(there, parts, free);
   std::set<std::string> names;
   for (const Keys* keys : {&mine, &theirs})

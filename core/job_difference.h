@@ -13,7 +13,7 @@ struct JobDifference {
   std::string here, there;  // 'value' or absent
 };
 // parts: sections or section.key, compared below them; free: single keys among those that may differ.
-std::optional<JobDifference> first_difference(const io::YamlNode& here, const io::YamlNode& there, const std::vector<std::string>& parts,
-                                              const std::vector<std::string>& free);
+std::optional<JobDifference> first_difference(const io::YamlNode& here, const io::YamlNode& there,
+                                              const std::vector<std::string>& parts, const std::vector<std::string>& free);
 
 }  // namespace moetrain::core

@@ -36,8 +36,7 @@ void remove_partial(const std::string& path) {
   fs::remove_all(path, ignored);
 }
 
-WholeFolder::WholeFolder(parallel::Communicator& control, std::string path)
-    : control_(control), path_(std::move(path)) {
+WholeFolder::WholeFolder(parallel::Communicator& control, std::string path) : control_(control), path_(std::move(path)) {
   while (path_.size() > 1 && path_.back() == '/') path_.pop_back();
   partial_ = path_ + kPartial;
   together(control_, [&] {

@@ -14,18 +14,34 @@ namespace moetrain::io {
 namespace {
 
 constexpr std::array<std::pair<const char*, const char*>, 6> kOtherNames{{{"model_max_length", "max_position_embeddings"},
-                                                                         {"num_experts_per_tok", "num_experts_per_token"},
-                                                                         {"num_local_experts", "num_experts"},
-                                                                         {"n_shared_experts", "num_shared_experts"},
-                                                                         {"n_group", "num_expert_group"},
-                                                                         {"norm_topk_prob", "moe_renormalize"}}};
+                                                                          {"num_experts_per_tok", "num_experts_per_token"},
+                                                                          {"num_local_experts", "num_experts"},
+                                                                          {"n_shared_experts", "num_shared_experts"},
+                                                                          {"n_group", "num_expert_group"},
+                                                                          {"norm_topk_prob", "moe_renormalize"}}};
 
 // How a program loads, serves or trains, or what another key says too.
-constexpr const char* kWithoutBearing[] = {
-    "transformers_version", "_name_or_path",    "auto_map",         "torch_dtype",  "dtype",           "use_cache",
-    "output_router_logits", "pretraining_tp",   "attention_dropout", "qk_head_dim",  "layer_types",     "mlp_layer_types",
-    "linear_head_dim",      "linear_num_heads", "linear_conv_kernel_dim", "bos_token_id", "eos_token_id", "pad_token_id",
-    "attention_bias",       "quantization_config", "vision_config", "initializer_range"};
+constexpr const char* kWithoutBearing[] = {"transformers_version",
+                                           "_name_or_path",
+                                           "auto_map",
+                                           "torch_dtype",
+                                           "dtype",
+                                           "use_cache",
+                                           "output_router_logits",
+                                           "pretraining_tp",
+                                           "attention_dropout",
+                                           "qk_head_dim",
+                                           "layer_types",
+                                           "mlp_layer_types",
+                                           "linear_head_dim",
+                                           "linear_num_heads",
+                                           "linear_conv_kernel_dim",
+                                           "bos_token_id",
+                                           "eos_token_id",
+                                           "pad_token_id",
+                                           "attention_bias",
+                                           "quantization_config",
+                                           "vision_config"};
 
 YamlNode to_node(const Json& value) {
   YamlNode n;
@@ -65,9 +81,8 @@ void use_layer_types(Json& text, const std::string& path) {
       throw Error(path + ": layer_types: '" + type + "' of layer " + std::to_string(layer) + " is not known");
   }
   Json& linear = text["linear_attn_config"];
-  const std::array<std::pair<const char*, const char*>, 3> widths{{{"linear_num_heads", "num_heads"},
-                                                                   {"linear_head_dim", "head_dim"},
-                                                                   {"linear_conv_kernel_dim", "short_conv_kernel_size"}}};
+  const std::array<std::pair<const char*, const char*>, 3> widths{
+      {{"linear_num_heads", "num_heads"}, {"linear_head_dim", "head_dim"}, {"linear_conv_kernel_dim", "short_conv_kernel_size"}}};
   for (const auto& [other, name] : widths)
     if (text.contains(other) && !linear.contains(name)) linear[name] = text[other];
   if (!linear.contains("full_attn_layers")) linear["full_attn_layers"] = full;
@@ -90,12 +105,14 @@ void use_mlp_layer_types(Json& text, const std::string& path) {
 }
 
 void refuse_what_is_not_read(const Json& config, const std::string& path) {
-  if (config.contains("attention_bias") && config["attention_bias"] == true) throw Error(path + ": attention_bias is true: biases of projections are not known here");
+  if (config.contains("attention_bias") && config["attention_bias"] == true)
+    throw Error(path + ": attention_bias is true: biases of projections are not known here");
   if (!config.contains("quantization_config") || config["quantization_config"].is_null()) return;
   const Json& quantization = config["quantization_config"];
   const std::string format = quantization.value("format", quantization.value("quant_method", "unknown"));
   if (format != "mxfp4-pack-quantized")
-    throw Error(path + ": quantization_config: the weights are in the format " + format + "; mxfp4-pack-quantized and plain ones are read");
+    throw Error(path + ": quantization_config: the weights are in the format " + format +
+                "; mxfp4-pack-quantized and plain ones are read");
 }
 
 Json to_json(const YamlNode& node) {

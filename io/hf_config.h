@@ -12,8 +12,8 @@ struct HfConfig {
 };
 
 // The text model is `text_config` where there is one. The transformers library's own names for a key (n_group, num_local_experts,
-// model_max_length ...) and its lists by layer (layer_types, mlp_layer_types) become the public ones; two that disagree are an Error,
-// as are biases and a quantisation other than MXFP4. What has no bearing on the weights is left out.
+// model_max_length ...) and its lists by layer (layer_types, mlp_layer_types) become the public ones; two that disagree are an
+// Error, as are biases and a quantisation other than MXFP4. What has no bearing on the weights is left out.
 HfConfig read_hf_config(const std::string& path);
 
 // The reverse: `model` as core/config writes it, the type of the matrices as torch calls it.

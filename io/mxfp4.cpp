@@ -23,10 +23,14 @@ void decode_mxfp4(const std::uint8_t* packed, const std::uint8_t* scale, Tensor 
   const std::int64_t rows = to.shape[0], columns = to.shape[1];
   check(to.shape.rank() == 2 && columns % kMxfp4Group == 0, "mxfp4: columns are not whole groups", {{"columns", columns}});
   switch (to.dtype) {
-    case DType::f64: return decode(packed, scale, to.as<double>(), rows, columns);
-    case DType::f32: return decode(packed, scale, to.as<float>(), rows, columns);
-    case DType::bf16: return decode(packed, scale, to.as<bf16>(), rows, columns);
-    default: fail("mxfp4: decodes to floating types", {{"asked", std::int64_t(to.dtype)}});
+    case DType::f64:
+      return decode(packed, scale, to.as<double>(), rows, columns);
+    case DType::f32:
+      return decode(packed, scale, to.as<float>(), rows, columns);
+    case DType::bf16:
+      return decode(packed, scale, to.as<bf16>(), rows, columns);
+    default:
+      fail("mxfp4: decodes to floating types", {{"asked", std::int64_t(to.dtype)}});
   }
 }
 

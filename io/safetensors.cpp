@@ -59,7 +59,8 @@ void check_entry(const std::string& path, const SafetensorsEntry& e, std::int64_
   std::int64_t n = 1;
   for (const std::int64_t d : e.shape) {
     if (d < 0) refuse("its shape has a negative dim");
-    if (__builtin_mul_overflow(n, std::max<std::int64_t>(d, 1), &n) || n > kMost) refuse("its shape has more elements than a file can hold");
+    if (__builtin_mul_overflow(n, std::max<std::int64_t>(d, 1), &n) || n > kMost)
+      refuse("its shape has more elements than a file can hold");
   }
   if (e.begin < data || e.end < e.begin) refuse("its bytes end before they begin");
   if (e.end > file_bytes)
@@ -104,7 +105,7 @@ std::vector<std::string> safetensors_files(const std::string& folder) {
 
 float half(std::uint16_t bits) {
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-  const float magnitude = exponent == 31   ? (fraction ? std::nanf("") : INFINITY)
+  const float magnitude = exponent == 31  ? (fraction ? std::nanf("") : INFINITY)
                           : exponent == 0 ? std::ldexp(float(fraction), -24)
                                           : std::ldexp(float(1024 + fraction), exponent - 25);
   return bits >> 15 ? -magnitude : magnitude;
@@ -131,10 +132,14 @@ void convert(const std::uint8_t* from, To* to, std::int64_t n) {
 template <class From>
 void convert(const std::uint8_t* from, Tensor to) {
   switch (to.dtype) {
-    case DType::f64: return convert<From>(from, to.as<double>(), to.count());
-    case DType::f32: return convert<From>(from, to.as<float>(), to.count());
-    case DType::bf16: return convert<From>(from, to.as<bf16>(), to.count());
-    default: fail("safetensors: values are read as floating types", {{"asked", std::int64_t(to.dtype)}});
+    case DType::f64:
+      return convert<From>(from, to.as<double>(), to.count());
+    case DType::f32:
+      return convert<From>(from, to.as<float>(), to.count());
+    case DType::bf16:
+      return convert<From>(from, to.as<bf16>(), to.count());
+    default:
+      fail("safetensors: values are read as floating types", {{"asked", std::int64_t(to.dtype)}});
   }
 }
 
@@ -194,8 +199,7 @@ SafetensorsFolder read_safetensors_folder(const std::string& folder) {
     all.files.push_back(folder + "/" + name);
     for (auto& e : read_safetensors_header(all.files.back()).entries) {
       const auto said = index.find(e.name);
-      if (indexed && said == index.end())
-        throw Error(all.files.back() + ": " + e.name + ": in this file, but not in " + kIndex);
+      if (indexed && said == index.end()) throw Error(all.files.back() + ": " + e.name + ": in this file, but not in " + kIndex);
       if (indexed && said->second != name)
         throw Error(all.files.back() + ": " + e.name + ": in this file, but by " + kIndex + " in " + said->second);
       const std::string tensor = e.name;
@@ -204,18 +208,25 @@ SafetensorsFolder read_safetensors_folder(const std::string& folder) {
     }
   }
   for (const auto& [tensor, file] : index)
-    if (!all.tensors.contains(tensor)) throw Error(folder + "/" + file + ": " + tensor + ": missing, though " + kIndex + " names it");
+    if (!all.tensors.contains(tensor))
+      throw Error(folder + "/" + file + ": " + tensor + ": missing, though " + kIndex + " names it");
   return all;
 }
 
-bool is_safetensors_float(const std::string& dtype) { return dtype == "BF16" || dtype == "F32" || dtype == "F64" || dtype == "F16"; }
+bool is_safetensors_float(const std::string& dtype) {
+  return dtype == "BF16" || dtype == "F32" || dtype == "F64" || dtype == "F16";
+}
 
 const char* safetensors_dtype(DType dtype) {
   switch (dtype) {
-    case DType::f64: return "F64";
-    case DType::f32: return "F32";
-    case DType::bf16: return "BF16";
-    default: fail("safetensors: not a floating type", {{"dtype", std::int64_t(dtype)}});
+    case DType::f64:
+      return "F64";
+    case DType::f32:
+      return "F32";
+    case DType::bf16:
+      return "BF16";
+    default:
+      fail("safetensors: not a floating type", {{"dtype", std::int64_t(dtype)}});
   }
 }
 
@@ -235,8 +246,9 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<Safete
   std::string header = "{";
   for (const SafetensorsEntry& e : entries) {
     const std::int64_t bytes = e.elements() * bits_of(e.dtype) / 8;
-    header += (header.size() > 1 ? "," : "") + Json(e.name).dump() + ":{\"dtype\":\"" + e.dtype + "\",\"shape\":" + Json(e.shape).dump() +
-              ",\"data_offsets\":[" + std::to_string(missing_) + "," + std::to_string(missing_ + bytes) + "]}";
+    header += (header.size() > 1 ? "," : "") + Json(e.name).dump() + ":{\"dtype\":\"" + e.dtype +
+              "\",\"shape\":" + Json(e.shape).dump() + ",\"data_offsets\":[" + std::to_string(missing_) + "," +
+              std::to_string(missing_ + bytes) + "]}";
     missing_ += bytes;
   }
   header += "}";
@@ -257,7 +269,8 @@ void SafetensorsWriter::close() {
   sync_file(path_);
 }
 
-void write_safetensors_index(const std::string& folder, const std::vector<SafetensorsIndexEntry>& entries, std::int64_t total_bytes) {
+void write_safetensors_index(const std::string& folder, const std::vector<SafetensorsIndexEntry>& entries,
+                             std::int64_t total_bytes) {
   std::string text = "{\n  \"metadata\": {\"total_size\": " + std::to_string(total_bytes) + "},\n  \"weight_map\": {";
   for (std::size_t i = 0; i < entries.size(); ++i)
     text += (i > 0 ? ",\n    " : "\n    ") + Json(entries[i].name).dump() + ": " + Json(entries[i].file).dump();

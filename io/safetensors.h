@@ -34,7 +34,7 @@ struct SafetensorsFolder {
     int file = 0;
     SafetensorsEntry entry;
   };
-  std::vector<std::string> files;                 // paths, sorted
+  std::vector<std::string> files;                  // paths, sorted
   std::unordered_map<std::string, Place> tensors;  // by name
   const std::string& path_of(const Place& place) const { return files[std::size_t(place.file)]; }
 };
@@ -67,6 +67,7 @@ class SafetensorsWriter {
 struct SafetensorsIndexEntry {
   std::string name, file;
 };
-void write_safetensors_index(const std::string& folder, const std::vector<SafetensorsIndexEntry>& entries, std::int64_t total_bytes);
+void write_safetensors_index(const std::string& folder, const std::vector<SafetensorsIndexEntry>& entries,
+                             std::int64_t total_bytes);
 
 }  // namespace moetrain::io

@@ -1,8 +1,9 @@
 // import.cpp -- a Hugging Face folder becomes a checkpoint, and the model section of a job that starts from it.
+#include "core/import.h"
+
 #include <filesystem>
 
 #include "app/commands.h"
-#include "core/import.h"
 #include "core/together.h"
 #include "io/files.h"
 
@@ -17,7 +18,8 @@ io::YamlNode map_of(std::string key, io::YamlNode value) {
   return map;
 }
 
-// The model as it was understood; whatever else a job needs is the user's to say. The bias that selects experts stays as it was trained.
+// The model as it was understood; whatever else a job needs is the user's to say. The bias that selects experts stays as it was
+// trained.
 std::string job_of(const ImportArguments& a, core::Config config) {
   config.model.init_from = a.out;
   config.moe.balance = core::Balance::none;
@@ -26,7 +28,8 @@ std::string job_of(const ImportArguments& a, core::Config config) {
   io::YamlNode job = map_of("run", value("run", "dtype"));
   job.entries.emplace_back("model", *all.find("model"));
   job.entries.emplace_back("moe", value("moe", "balance"));
-  return "# The model of " + a.folder + " and its weights. data.train, data.sequence_length and training.steps have to be added.\n" + io::to_yaml(job);
+  return "# The model of " + a.folder +
+         " and its weights. data.train, data.sequence_length and training.steps have to be added.\n" + io::to_yaml(job);
 }
 
 }  // namespace

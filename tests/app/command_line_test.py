@@ -59,6 +59,8 @@ class CommandLine(InAFolder):
             "check": ["--ranks", "--set"],
             "plan": ["--ranks", "--device-memory", "--host-memory", "--json", "--set"],
             "inspect": ["PATH"],
+            "import": ["HF_FOLDER", "--out", "--job", "mpirun", "model.init_from"],
+            "export": ["CHECKPOINT", "--to", "--out"],
             "verify": ["JOB.yaml", "--set", "run.seed"],
         }
         for command, wanted in flags.items():
@@ -80,7 +82,9 @@ class CommandLine(InAFolder):
     def test_a_wrong_command_line_is_one_line_and_exit_code_2(self):
         job = self.job()
         wrong = [[], ["trian", job], ["check"], ["plan", job, "--bytes"], [job, "--lr", "1"], ["check", job, "--ranks", "0"],
-                 ["check", job, "--ranks", "two"], ["plan", job, "--device-memory", "much"], [job, "--stop-after", "-1"], ["inspect", job, job]]
+                 ["check", job, "--ranks", "two"], ["plan", job, "--device-memory", "much"], [job, "--stop-after", "-1"], ["inspect", job, job],
+                 ["import", self.root], ["export", self.root, "--out", "x"], ["export", self.root, "--to", "gguf", "--out", "x"],
+                 ["import", self.root / "none", "--out", "x"], ["export", self.root / "none", "--to", "hf", "--out", "x"], ["import", job, "--out", "x"]]
         for words in wrong:
             result = call(*words)
             self.assertEqual(result.returncode, 2, (words, result.stdout, result.stderr))
@@ -106,12 +110,6 @@ class CommandLine(InAFolder):
         for size, fits in [(need, True), (need - 1, False), ("1TB", True), ("0.001tib", True), ("1MiB", False), ("1000 kB", False), ("64G", True), ("1B", False)]:
             result = call("plan", job, "--json", "--device-memory", size)
             self.assertEqual(json.loads(result.stdout)["fits"], fits, size)
-
-    def test_commands_that_this_version_lacks_are_told_from_mistyped_ones(self):
-        for command in ("import", "export"):
-            result = call(command, "anything")
-            self.assertEqual((result.returncode, result.stdout), (2, ""), command)
-            self.assertEqual(result.stderr, f"moetrain: {command}: not in this version (see moetrain --help)\n")
 
     def test_verify_without_a_gpu_or_with_a_wrong_job_is_one_error(self):
         job = self.job(data=self.root / "absent.txt")  # verify asks for no data

@@ -221,7 +221,6 @@ TEST_CASE("values at the very edge of a rule are no faults", "[core][cpu]") {
 
 TEST_CASE("names of the job format that this version does not do are refused, never ignored", "[core][cpu]") {
   for (const auto& [set, what] : std::vector<std::pair<std::string, std::string>>{
-           {"model.init_from=somewhere", "is 'somewhere': known, but this version does not start from other weights"},
            {"parallel.tensor_parallel=2", "is '2': known, but this version does not cut matrices over ranks"},
            {"parallel.sequence_parallel=2", "is '2': known, but this version does not cut sequences over ranks"},
            {"data.format=chat", "is 'chat': known, but this version does not read chat transcripts"},

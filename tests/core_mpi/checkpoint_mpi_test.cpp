@@ -1,9 +1,6 @@
 // checkpoint_mpi_test.cpp -- checkpoints of four ranks: a stopped run resumes bit for bit, any layout loads what any other wrote,
 // and a failure of one rank is everyone's.
-#include <sys/resource.h>
-
 #include <algorithm>
-#include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <map>
@@ -17,6 +14,8 @@
 #include "io/token_file.h"
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/shared_folder.h"
+#include "tests/support/short_files.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/tiny.h"
 
@@ -26,50 +25,6 @@ using parallel::Sharding;
 namespace fs = std::filesystem;
 
 namespace {
-
-// One folder for all ranks: the first makes it and takes it away.
-class SharedFolder {
- public:
-  SharedFolder() : world_(parallel::mpi_world()) {
-    if (world_->rank() == 0) own_.emplace();
-    std::string path = own_ ? own_->path() : "";
-    auto bytes = std::int64_t(path.size());
-    world_->broadcast(&bytes, sizeof bytes, 0);
-    path.resize(std::size_t(bytes));
-    world_->broadcast(path.data(), bytes, 0);
-    path_ = path;
-  }
-  ~SharedFolder() { world_->barrier(); }
-  SharedFolder(const SharedFolder&) = delete;
-  SharedFolder& operator=(const SharedFolder&) = delete;
-  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
-  parallel::Communicator& world() const { return *world_; }
-
- private:
-  std::unique_ptr<parallel::Communicator> world_;
-  std::optional<TempFolder> own_;
-  std::string path_;
-};
-
-// While it lives, a write of this process past so many bytes of a file fails.
-class ShortFiles {
- public:
-  explicit ShortFiles(rlim_t bytes) {
-    getrlimit(RLIMIT_FSIZE, &before_);
-    const rlimit now{std::min(bytes, before_.rlim_max), before_.rlim_max};
-    setrlimit(RLIMIT_FSIZE, &now);
-  }
-  ~ShortFiles() {
-    setrlimit(RLIMIT_FSIZE, &before_);
-    std::signal(SIGXFSZ, handler_);
-  }
-  ShortFiles(const ShortFiles&) = delete;
-  ShortFiles& operator=(const ShortFiles&) = delete;
-
- private:
-  rlimit before_{};
-  void (*handler_)(int) = std::signal(SIGXFSZ, SIG_IGN);
-};
 
 // Ranks of the job's four that are a world of their own with this rank; collective over all four.
 std::unique_ptr<parallel::Communicator> world_of(int ranks) {

@@ -20,10 +20,12 @@ std::string file_text(const std::string& header, const std::string& data) {
   return length + header + data;
 }
 std::string one(const std::string& name, int bytes) {
-  return file_text("{\"" + name + "\":{\"dtype\":\"U8\",\"shape\":[" + std::to_string(bytes) + "],\"data_offsets\":[0," + std::to_string(bytes) + "]}}",
+  return file_text("{\"" + name + "\":{\"dtype\":\"U8\",\"shape\":[" + std::to_string(bytes) + "],\"data_offsets\":[0," +
+                       std::to_string(bytes) + "]}}",
                    std::string(std::size_t(bytes), 'x'));
 }
-std::vector<double> read(const io::SafetensorsFolder& folder, const std::string& name, std::int64_t first, std::int64_t count, DType dtype) {
+std::vector<double> read(const io::SafetensorsFolder& folder, const std::string& name, std::int64_t first, std::int64_t count,
+                         DType dtype) {
   const auto& place = folder.tensors.at(name);
   std::vector<std::byte> raw(std::size_t(count * size_of(dtype)));
   const Tensor to(raw.data(), dtype, {count});
@@ -37,7 +39,8 @@ TEST_CASE("a written safetensors file is read back by name, shape, type and valu
   const TempFolder folder;
   const float wide[3] = {1.5F, -2, 1e-30F};
   const bf16 narrow[2] = {bf16(0.5F), bf16(-3.F)};
-  io::SafetensorsWriter writer(folder / "model.safetensors", {{.name = "a \"b\"", .dtype = "F32", .shape = {3, 1}}, {.name = "c", .dtype = "BF16", .shape = {2}}});
+  io::SafetensorsWriter writer(folder / "model.safetensors", {{.name = "a \"b\"", .dtype = "F32", .shape = {3, 1}},
+                                                              {.name = "c", .dtype = "BF16", .shape = {2}}});
   writer.append(wide, sizeof wide);
   CHECK(contains(error_of([&] { writer.close(); }), "missing=4"));
   writer.append(narrow, sizeof narrow);
@@ -54,8 +57,10 @@ TEST_CASE("a written safetensors file is read back by name, shape, type and valu
 
 TEST_CASE("half precision is read to the last of its bits", "[io][cpu]") {
   const TempFolder folder;
-  const std::uint16_t bits[5] = {0x3c00, 0xc001, 0x0001, 0x7bff, 0x83ff};  // 1, -2 - 2^-9, the least, the largest, below the normal ones
-  folder.file("x.safetensors", file_text(R"({"h":{"dtype":"F16","shape":[5],"data_offsets":[0,10]}})", std::string(reinterpret_cast<const char*>(bits), 10)));
+  const std::uint16_t bits[5] = {0x3c00, 0xc001, 0x0001, 0x7bff,
+                                 0x83ff};  // 1, -2 - 2^-9, the least, the largest, below the normal ones
+  folder.file("x.safetensors", file_text(R"({"h":{"dtype":"F16","shape":[5],"data_offsets":[0,10]}})",
+                                         std::string(reinterpret_cast<const char*>(bits), 10)));
   CHECK(read(io::read_safetensors_folder(folder.path()), "h", 0, 5, DType::f64) ==
         std::vector<double>{1, -2 - 0x1p-9, 0x1p-24, 65504, -1023 * 0x1p-24});
 }
@@ -83,17 +88,22 @@ TEST_CASE("a name in two files, overlapping bytes, and shapes past counting are 
   CHECK(contains(error_of([&] { io::read_safetensors_folder(folder.path()); }), "holds neither"));
   folder.file("a.safetensors", one("x", 3));
   folder.file("b.safetensors", one("x", 4));
-  CHECK(contains(error_of([&] { io::read_safetensors_folder(folder.path()); }), "b.safetensors: x: is in " + folder / "a.safetensors"));
+  CHECK(contains(error_of([&] { io::read_safetensors_folder(folder.path()); }),
+                 "b.safetensors: x: is in " + folder / "a.safetensors"));
   const std::string path = folder.file(
-      "c.st", file_text(R"({"p":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"q":{"dtype":"U8","shape":[4],"data_offsets":[3,7]}})", "1234567"));
+      "c.st",
+      file_text(R"({"p":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"q":{"dtype":"U8","shape":[4],"data_offsets":[3,7]}})",
+                "1234567"));
   CHECK(contains(error_of([&] { io::read_safetensors_header(path); }), "q: begins at byte"));
-  const std::string huge = folder.file("d.st", file_text(R"({"p":{"dtype":"U8","shape":[4294967296,4294967296,0],"data_offsets":[0,0]}})", ""));
+  const std::string huge =
+      folder.file("d.st", file_text(R"({"p":{"dtype":"U8","shape":[4294967296,4294967296,0],"data_offsets":[0,0]}})", ""));
   CHECK(contains(error_of([&] { io::read_safetensors_header(huge); }), "p: its shape has more elements"));
 }
 
 TEST_CASE("mxfp4 decodes every code at every scale to what its bits say", "[io][cpu]") {
   std::uint8_t packed[16], scale[1];
-  for (int byte = 0; byte < 16; ++byte) packed[byte] = std::uint8_t(byte % 8 * 2 | (byte % 8 * 2 + 1) << 4);  // codes 0 .. 15, twice
+  for (int byte = 0; byte < 16; ++byte)
+    packed[byte] = std::uint8_t(byte % 8 * 2 | (byte % 8 * 2 + 1) << 4);  // codes 0 .. 15, twice
   const double magnitudes[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
   for (int s = 0; s < 253; ++s) {
     scale[0] = std::uint8_t(s);
