@@ -43,13 +43,11 @@ HfModel read_hf_model(const std::string& folder) {
   config.data.format = io::DataFormat::tokens;  // rules about a run are not those of the folder
   config.moe.balance = Balance::none;
   check_config(config, job, 0, faults);
-  int count = 0;
   for (const Fault& f : faults)
-    if (f.key.starts_with(kSection)) {
-      wrong += (count++ > 0 ? "\n" : "") + path + ": " + f.key.substr(kSection.size()) + ": " + f.text;
-    }
-  if (count > 0) throw Error(wrong);
-  if (!unknown.empty()) spdlog::warn("{}: keys that are not known here and decide nothing: {}", path, unknown);
+    if (f.key.starts_with(kSection))
+      wrong += (wrong.empty() ? "" : "\n") + path + ": " + f.key.substr(kSection.size()) + ": " + f.text;
+  if (!wrong.empty()) throw Error(wrong);
+  if (!unknown.empty()) spdlog::warn("{}: keys that are not known and not used here: {}", path, unknown);
   return {config.model, file.vision};
 }
 
@@ -76,10 +74,12 @@ class HfPreflight {
 
   // That of the most, so that a single name with another one is found.
   void choose_prefix() {
-    const auto& tensors = w_.folder_.tensors;
-    const auto with =
-        std::count_if(tensors.begin(), tensors.end(), [](const auto& t) { return t.first.starts_with(kHfTextPrefix); });
-    if (2 * std::size_t(with) > tensors.size()) prefix_ = kHfTextPrefix;
+    std::int64_t with = 0, without = 0;
+    for (const auto& [name, place] : w_.folder_.tensors) {
+      with += name.starts_with(kHfTextPrefix);
+      without += name.starts_with("model.");
+    }
+    if (with > without) prefix_ = kHfTextPrefix;
   }
 
   bool has(const std::string& name) const { return w_.folder_.tensors.contains(name); }

@@ -2,6 +2,7 @@
 #include "core/host_values.h"
 
 #include <cmath>
+#include <type_traits>
 
 namespace moetrain::core {
 namespace {

@@ -1,5 +1,7 @@
 // host_values.h -- floating values in host memory, whichever of the three types they have.
 #pragma once
+#include <cstdint>
+
 #include "memory/tensor.h"
 
 namespace moetrain::core {

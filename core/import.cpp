@@ -4,6 +4,7 @@
 #include <spdlog/spdlog.h>
 
 #include <filesystem>
+#include <memory>
 
 #include "core/checkpoint.h"
 #include "core/checkpoint_files.h"
@@ -123,8 +124,9 @@ void initialize_from(Trainer& t, const std::string& path) {
   auto& control = *t.mesh().world().control;
   WeightSource source;
   std::vector<FileSum> shards;
-  const std::string checkpoint = checkpoint_at(path);
+  std::string checkpoint;
   together(control, [&] {
+    checkpoint = checkpoint_at(path);
     if (!checkpoint.empty()) shards = verified_view(checkpoint);
     source = checkpoint.empty() ? source_of_folder(t, path) : source_of_checkpoint(t, checkpoint);
   });

@@ -1,6 +1,7 @@
 // weight_pieces.cpp -- one buffer, filled again and again.
 #include "core/weight_pieces.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "core/host_values.h"

@@ -6,6 +6,7 @@ that the numbers hold to rounding; a plain f32 run beside it shows that nothing 
 the public checkpoint, and the equations of golden_tiny.py are held against the result.
 
     python scripts/golden_kimi_linear.py
+    python scripts/golden_kimi_linear.py --exported FOLDER     holds a folder that moetrain exported from kimi_linear_hf to it
 """
 import argparse
 import contextlib
@@ -148,12 +149,27 @@ def gap(a, b):
     return float((a.double() - b.double()).abs().max() / b.double().abs().max())
 
 
+def compare_exported(folder, saved):
+    """The library finds every tensor in what was imported from `saved` and exported again, with the same bits."""
+    models = [KimiLinearForCausalLM.from_pretrained(path, output_loading_info=True) for path in (saved, folder)]
+    for _, report in models:
+        if any(report.values()):
+            raise SystemExit(f"the library does not load it as it is: {report}")
+    ours, theirs = (model.state_dict() for model, _ in reversed(models))
+    if ours.keys() != theirs.keys() or not all(torch.equal(ours[name], tensor) for name, tensor in theirs.items()):
+        raise SystemExit("weights differ")
+    print(f"{folder}: loaded by the library, {len(theirs)} tensors with the same bits")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).parent.parent / "tests" / "golden")
+    parser.add_argument("--exported", type=pathlib.Path)
     args = parser.parse_args()
 
     torch.set_default_dtype(torch.float32)
+    if args.exported:
+        return compare_exported(args.exported, args.out / "kimi_linear_hf")
     model = build()
     randomize(model, 40)
     weights = canonical(dict(model.state_dict()))

@@ -2,7 +2,7 @@
 #include "core/hf_weights.h"
 
 #include <algorithm>
-#include <chrono>
+#include <ctime>
 #include <fstream>
 
 #include "core/presets.h"
@@ -116,15 +116,13 @@ TEST_CASE("the headers of Kimi K3.1 at its full size are judged in seconds, and 
   const TempFolder folder;
   write_hf_config(folder.path(), model, form);
   auto entries = hf_entries(model, form);
-  for (auto& e : entries)
-    if (e.name.starts_with("vision_tower.") || e.name.starts_with("mm_projector.")) CHECK(!e.name.starts_with("language_model."));
   CHECK(entries.size() == 497340);
   write_headers(folder.path(), entries, 96);
-  const auto start = std::chrono::steady_clock::now();
+  const std::clock_t start = std::clock();  // of the processor: other programs may share it
   CHECK(judged(folder.path()) == "");
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const double seconds = double(std::clock() - start) / CLOCKS_PER_SEC;
+  INFO(seconds << " s");
   CHECK(seconds < 60);
-  WARN("497,340 keys judged in " << seconds << " s");
 
   const auto find = [&](const std::string& name) {
     return std::find_if(entries.begin(), entries.end(),
@@ -151,11 +149,39 @@ TEST_CASE("the headers of Kimi K3.1 at its full size are judged in seconds, and 
   CHECK(std::count(why.begin(), why.end(), '\n') == 6);
 }
 
-TEST_CASE("Kimi K3 and Kimi-Linear have the number of tensors that were published", "[core][cpu]") {
+TEST_CASE("Kimi K3 has the number of tensors that was published, and Kimi-Linear its shape of A_log", "[core][cpu]") {
   CHECK(hf_entries(preset("kimi-k3"), {.packed = true, .vision = true}).size() == 497220);
   const auto linear = hf_entries(preset("kimi-linear-48b"), {});
   const auto a_log = std::find_if(linear.begin(), linear.end(), [](const auto& e) { return e.name.ends_with("A_log"); });
   CHECK(a_log->text() == "F32 [1, 1, 32, 1]");
+}
+
+TEST_CASE("what is kept in fp32 may be stored as the matrices are, if all layers do; pictures and a prefix change nothing",
+          "[core][cpu]") {
+  core::ModelConfig m = tiny_linear_config().model;
+  m.linear_attn.full_attn_layers = {5};
+  const TempFolder folder;
+  write_hf_config(folder.path(), m, {});
+  auto entries = hf_entries(m, {});
+  const auto retype = [&](const std::string& kind) {
+    for (auto& e : entries)
+      if (e.name.ends_with(kind)) e.dtype = "BF16";
+    write_headers(folder.path(), entries);
+    return judged(folder.path());
+  };
+  CHECK(retype("_conv1d.weight") == "");
+  CHECK(retype("o_norm.weight") == "");
+  CHECK(contains(retype("layers.2.self_attn.dt_bias"),
+                 "layers.2.self_attn.dt_bias: is BF16 [18], the others of the self_attn.dt_bias are F32"));
+
+  const HfForm form{.vision = true, .prefix = "language_model."};
+  const TempFolder whole;
+  write_hf_config(whole.path(), m, form);
+  entries = hf_entries(m, form);
+  write_headers(whole.path(), entries, 3);
+  CHECK(judged(whole.path()) == "");
+  write_hf_config(whole.path(), m, {});  // without a word of pictures their tensors are strangers
+  CHECK(contains(judged(whole.path()), "mm_projector.post_norm.weight: is BF16 [24], not a tensor of this model"));
 }
 
 TEST_CASE("MXFP4 experts are decoded, each into its own rows", "[core][cpu]") {
