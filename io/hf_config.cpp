@@ -64,7 +64,8 @@ void use_public_names(Json& text, const std::string& path) {
     if (!text.contains(other)) continue;
     if (text.contains(name) && text[name] != text[other])
       throw Error(path + ": " + other + " is " + text[other].dump() + ", but " + name + " is " + text[name].dump());
-    text[name] = text[other];
+    Json value = text[other];  // a new key may move the others
+    text[name] = std::move(value);
     text.erase(other);
   }
 }

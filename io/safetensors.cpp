@@ -47,7 +47,9 @@ SafetensorsEntry entry_of(const std::string& name, const KeyedJson& tensor, std:
   e.dtype = tensor.at("dtype").get<std::string>();
   e.shape = tensor.at("shape").get<std::vector<std::int64_t>>();
   const auto offsets = tensor.at("data_offsets").get<std::vector<std::int64_t>>();
-  if (offsets.size() != 2) throw Error("data_offsets are not two numbers");
+  constexpr std::int64_t kFar = std::int64_t(1) << 62;  // no file is that long, and sums of it can be counted
+  if (offsets.size() != 2 || std::any_of(offsets.begin(), offsets.end(), [](std::int64_t o) { return o < 0 || o > kFar; }))
+    throw Error(name + ": data_offsets are not two places in a file");
   e.begin = data + offsets[0];
   e.end = data + offsets[1];
   return e;

@@ -100,6 +100,18 @@ TEST_CASE("a name in two files, overlapping bytes, and shapes past counting are 
   CHECK(contains(error_of([&] { io::read_safetensors_header(huge); }), "p: its shape has more elements"));
 }
 
+TEST_CASE("offsets that no file has are refused before they are counted with", "[io][cpu]") {
+  const TempFolder folder;
+  for (const char* offsets : {"[-8,8]", "[0,9223372036854775807]", "[18446744073709551615,8]", "[8]", "[0,16]", "[8,0]"}) {
+    CAPTURE(offsets);
+    const std::string path = folder.file(
+        "x.st", file_text("{\"p\":{\"dtype\":\"U8\",\"shape\":[8],\"data_offsets\":" + std::string(offsets) + "}}", "12345678"));
+    const std::string why = error_of([&] { io::read_safetensors_header(path); });
+    CHECK(contains(why, "3: " + path));
+    CHECK(contains(why, "p: "));
+  }
+}
+
 TEST_CASE("mxfp4 decodes every code at every scale to what its bits say", "[io][cpu]") {
   std::uint8_t packed[16], scale[1];
   for (int byte = 0; byte < 16; ++byte)
