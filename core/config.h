@@ -133,7 +133,7 @@ struct MoeConfig {
   double auxiliary_coefficient = 1e-4;
   AuxiliaryScope auxiliary_scope = AuxiliaryScope::sequence;
   double z_loss = 0;
-  std::int64_t min_expert_batch = 0, overlap_chunks = 1, max_rows = 0;
+  std::int64_t min_expert_batch = 0, overlap_chunks = 2, max_rows = 0;
 };
 
 enum class Checkpointing : std::uint8_t { none, selective, full };
