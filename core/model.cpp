@@ -29,6 +29,10 @@ std::vector<Block::Decisions> Model::decisions() const {
   return all;
 }
 
+void Model::prefetch_layer(Pass& pass, const Layout& layout, std::size_t l) const {
+  pass.params.prefetch(layout.trunk[l]);
+  if (layout.experts[l] >= 0) pass.params.prefetch(layout.experts[l]);
+}
 void Model::gather_layer(Pass& pass, const Layout& layout, std::size_t l) const {
   pass.params.gather(layout.trunk[l]);
   if (layout.experts[l] >= 0) pass.params.gather(layout.experts[l]);
@@ -53,6 +57,7 @@ void Model::forward(Pass& pass, const Layout& layout, Tensor logits, std::span<c
 
   Tensor p = pass.keep({pass.T(), D_});
   params.gather(layout.embedding);
+  prefetch_layer(pass, layout, 0);
   ops::embedding(pass.ctx, ops::EmbeddingForward{.ids = pass.batch.tokens, .table = params.weight(embedding_), .y = p});
   params.release(layout.embedding);
 
@@ -65,6 +70,7 @@ void Model::forward(Pass& pass, const Layout& layout, Tensor logits, std::span<c
     s.p_out = pass.keep({pass.T(), D_});
     const auto inside = pass.kept.mark();
     gather_layer(pass, layout, l);
+    l + 1 < blocks_.size() ? prefetch_layer(pass, layout, l + 1) : params.prefetch(layout.head);
     blocks_[l].forward(pass, bank_, s.p_in, s.kept, s.decisions, s.p_out);
     release_layer(pass, layout, l);
     if (!keep_layers) pass.kept.release(inside);
@@ -91,6 +97,7 @@ void Model::backward(Pass& pass, const Layout& layout) {
     bank_.gradients.push_back(pass.ctx.scratch.zeros(pass.real(), {pass.T(), D_}));
   }
   const Tensor dp = pass.scratch_real({pass.T(), D_});
+  prefetch_layer(pass, layout, blocks_.size() - 1);
   head_->backward(pass, bank_, head_kept_, dp);
   params.reduce(layout.head);
   params.release(layout.head);
@@ -102,6 +109,7 @@ void Model::backward(Pass& pass, const Layout& layout) {
     const Range range(("layer " + std::to_string(l) + " backward").c_str());
     LayerState& s = layers_[l];
     gather_layer(pass, layout, l);
+    if (l > 0) prefetch_layer(pass, layout, l - 1);
     if (pass.config.memory.activation_checkpointing != Checkpointing::none)
       blocks_[l].forward(again, bank_, s.p_in, s.kept, s.decisions, s.p_out);
     blocks_[l].backward(pass, bank_, s.kept, s.decisions, dp);

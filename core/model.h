@@ -28,6 +28,7 @@ class Model {
     Block::Decisions decisions;
     Block::Kept kept;
   };
+  void prefetch_layer(Pass& pass, const Layout& layout, std::size_t l) const;
   void gather_layer(Pass& pass, const Layout& layout, std::size_t l) const;
   void release_layer(Pass& pass, const Layout& layout, std::size_t l) const;
   void reduce_layer(Pass& pass, const Layout& layout, std::size_t l) const;

@@ -24,16 +24,21 @@ class Communicator::Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-void Communicator::all_gather(std::span<const Gather> pieces) {
+void Communicator::check_idle() const {
+  check(under_way_.empty(), "communicator: others are under way", {{"under way", std::int64_t(under_way_.size())}});
+}
+
+void Communicator::begin_all_gather(std::span<const Gather> pieces) {
   for (const auto& piece : pieces) {
     check(piece.bytes >= 0, "all_gather: negative bytes", {{"bytes", piece.bytes}});
     traffic_.bytes_gathered += piece.bytes * (size_ - 1);
   }
   const Stopwatch waiting(*this, Purpose::gather);
-  do_all_gather(pieces);
+  do_begin_all_gather(pieces);
+  under_way_.push_back(Purpose::gather);
 }
 
-void Communicator::reduce_scatter(std::span<const Scatter> pieces) {
+void Communicator::begin_reduce_scatter(std::span<const Scatter> pieces) {
   for (const auto& piece : pieces) {
     check(piece.dtype == DType::f32 || piece.dtype == DType::f64 || piece.dtype == DType::i64,
           "reduce_scatter: sums are of f32, f64 or i64", {{"dtype", std::int64_t(piece.dtype)}});
@@ -41,7 +46,8 @@ void Communicator::reduce_scatter(std::span<const Scatter> pieces) {
     traffic_.bytes_gathered += piece.count * size_of(piece.dtype) * (size_ - 1);
   }
   const Stopwatch waiting(*this, Purpose::reduce);
-  do_reduce_scatter(pieces);
+  do_begin_reduce_scatter(pieces);
+  under_way_.push_back(Purpose::reduce);
 }
 
 void Communicator::all_reduce(Tensor values, Reduction reduction) {
@@ -64,19 +70,31 @@ void Communicator::begin_all_to_all(std::span<const Outgoing> send, std::span<co
         {{"send", send[std::size_t(rank_)].bytes}, {"receive", receive[std::size_t(rank_)].bytes}});
   const Stopwatch waiting(*this, Purpose::exchange);
   do_begin_all_to_all(send, receive);
-  ++under_way_;
+  under_way_.push_back(Purpose::exchange);
 }
 
-void Communicator::end_all_to_all() {
-  check(under_way_ > 0, "all_to_all: none is under way");
-  const Stopwatch waiting(*this, Purpose::exchange);
-  do_end_all_to_all();
-  --under_way_;
+void Communicator::end() {
+  check(!under_way_.empty(), "communicator: nothing is under way");
+  const Stopwatch waiting(*this, under_way_.front());
+  do_end();
+  under_way_.pop_front();
+}
+
+void Communicator::all_gather(std::span<const Gather> pieces) {
+  check_idle();
+  begin_all_gather(pieces);
+  end();
+}
+
+void Communicator::reduce_scatter(std::span<const Scatter> pieces) {
+  check_idle();
+  begin_reduce_scatter(pieces);
+  end();
 }
 
 void Communicator::all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive,
                               std::span<const std::int64_t> receive_bytes) {
-  check(under_way_ == 0, "all_to_all: others are under way", {{"under way", under_way_}});
+  check_idle();
   std::vector<Outgoing> out;
   std::vector<Incoming> in;
   for (const auto bytes : send_bytes) {
@@ -88,7 +106,7 @@ void Communicator::all_to_all(const void* send, std::span<const std::int64_t> se
     if (receive) receive = static_cast<std::byte*>(receive) + bytes;
   }
   begin_all_to_all(out, in);
-  end_all_to_all();
+  end();
 }
 
 void Communicator::broadcast(void* data, std::int64_t bytes, int root) {

@@ -2,6 +2,7 @@
 #pragma once
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <span>
 
@@ -45,6 +46,11 @@ class Communicator {
     std::int64_t count;
     DType dtype;  // f32, f64, i64
   };
+  // What begins may travel while other work runs, and no piece may be touched before its end: end() ends what began first. The calls
+  // without a beginning are both at once, and wait for nothing else to be under way.
+  void begin_all_gather(std::span<const Gather> pieces);
+  void begin_reduce_scatter(std::span<const Scatter> pieces);
+  void end();
   void all_gather(std::span<const Gather> pieces);
   void reduce_scatter(std::span<const Scatter> pieces);
   // The same bits on every rank. f32, f64, i32, i64.
@@ -57,17 +63,17 @@ class Communicator {
     void* data;
     std::int64_t bytes;
   };
-  // send[r] goes to rank r, what rank s sent lands in receive[s]. It may travel while other work runs: no piece may be touched before
-  // its end. Exchanges end in the order in which they began.
+  // send[r] goes to rank r, what rank s sent lands in receive[s].
   void begin_all_to_all(std::span<const Outgoing> send, std::span<const Incoming> receive);
-  void end_all_to_all();
-  // Both at once. Bytes [sum of send_bytes before r, ...) go to rank r; what rank s sent lands at [sum of receive_bytes before s, ...).
+  // Bytes [sum of send_bytes before r, ...) go to rank r; what rank s sent lands at [sum of receive_bytes before s, ...).
   void all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive,
                   std::span<const std::int64_t> receive_bytes);
   void broadcast(void* data, std::int64_t bytes, int root);
   void barrier();
-  // The group of some of this group's ranks, in this order; every rank of this group calls it, each with the group it is in.
-  virtual std::unique_ptr<Communicator> subgroup(std::span<const int> members) = 0;
+  // The group of some of this group's ranks, in this order; every rank of this group calls it, each with the group it is in. On a
+  // device collectives of one lane run one after another, those of two beside each other.
+  enum class Lane : std::uint8_t { sharding, exchange };
+  virtual std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane lane = Lane::sharding) = 0;
   // On a device collectives are queued: the host waits here until they are done, the traffic then has their time. Ends the run when
   // one failed or did not end in time. Nothing to do in host memory.
   virtual void settle() {}
@@ -79,15 +85,17 @@ class Communicator {
 
  private:
   class Stopwatch;
-  virtual void do_all_gather(std::span<const Gather> pieces) = 0;
-  virtual void do_reduce_scatter(std::span<const Scatter> pieces) = 0;
+  void check_idle() const;
+  virtual void do_begin_all_gather(std::span<const Gather> pieces) = 0;
+  virtual void do_begin_reduce_scatter(std::span<const Scatter> pieces) = 0;
   virtual void do_all_reduce(Tensor values, Reduction reduction) = 0;
   virtual void do_begin_all_to_all(std::span<const Outgoing> send, std::span<const Incoming> receive) = 0;
-  virtual void do_end_all_to_all() = 0;
+  virtual void do_end() = 0;
   virtual void do_broadcast(void* data, std::int64_t bytes, int root) = 0;
   virtual void do_barrier() = 0;
-  int rank_, size_, under_way_ = 0;
+  int rank_, size_;
   Waits waits_;
+  std::deque<Purpose> under_way_;  // the oldest first
   Traffic traffic_;
 };
 
@@ -96,9 +104,9 @@ std::unique_ptr<Communicator> dry(int rank, int size);  // counts traffic, moves
 // All ranks of the job, host memory; collective, needs a live MpiSession, which must outlive it. A collective stages and sends at
 // most round_bytes at a time, so that no count outgrows MPI's int and staging stays small.
 std::unique_ptr<Communicator> mpi_world(std::int64_t round_bytes = std::int64_t(64) << 20);
-// The ranks of a host group, one GPU each, tensors on the device: NCCL on a stream of its own, in order with the default stream on
-// both sides. Collective; subgroups share the stream, so that all ranks issue their collectives in one order. A build without NCCL
-// has groups of one rank only and refuses others.
+// The ranks of a host group, one GPU each, tensors on the device: NCCL on a stream a lane, in order with the default stream on both
+// sides. Collective; a group and its subgroups put their collectives on the streams in the one order in which the host called them.
+// A build without NCCL has groups of one rank only and refuses others.
 std::unique_ptr<Communicator> on_devices(std::unique_ptr<Communicator> host, double timeout_s = 600);
 
 }  // namespace moetrain::parallel

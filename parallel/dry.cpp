@@ -7,18 +7,18 @@ namespace {
 class Dry final : public Communicator {
  public:
   Dry(int rank, int size) : Communicator(rank, size) {}
-  std::unique_ptr<Communicator> subgroup(std::span<const int> members) override {
+  std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane) override {
     for (std::size_t i = 0; i < members.size(); ++i)
       if (members[i] == rank()) return dry(int(i), int(members.size()));
     fail("subgroup: this rank is not a member", {{"rank", rank()}, {"members", std::int64_t(members.size())}});
   }
 
  private:
-  void do_all_gather(std::span<const Gather>) override {}
-  void do_reduce_scatter(std::span<const Scatter>) override {}
+  void do_begin_all_gather(std::span<const Gather>) override {}
+  void do_begin_reduce_scatter(std::span<const Scatter>) override {}
   void do_all_reduce(Tensor, Reduction) override {}
   void do_begin_all_to_all(std::span<const Outgoing>, std::span<const Incoming>) override {}
-  void do_end_all_to_all() override {}
+  void do_end() override {}
   void do_broadcast(void*, std::int64_t, int) override {}
   void do_barrier() override {}
 };

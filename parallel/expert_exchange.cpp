@@ -180,7 +180,7 @@ void ExpertExchange::finish_back() {
 }
 
 void ExpertExchange::end_oldest() {
-  group_.end_all_to_all();
+  group_.end();
   under_way_.pop_front();
 }
 

@@ -13,8 +13,9 @@ std::vector<int> members(const MeshShape& shape, Same&& same) {
   return found;
 }
 
-Axis axis_of(Communicator& data, Communicator& control, const std::vector<int>& ranks) {
-  return {data.subgroup(ranks), control.subgroup(ranks)};
+Axis axis_of(Communicator& data, Communicator& control, const std::vector<int>& ranks,
+             Communicator::Lane lane = Communicator::Lane::sharding) {
+  return {data.subgroup(ranks, lane), control.subgroup(ranks)};
 }
 
 }  // namespace
@@ -45,9 +46,10 @@ Mesh::Mesh(MeshShape shape, std::unique_ptr<Communicator> world, Device device) 
   world_.data = device == Device::cuda ? on_devices(std::move(world)) : std::move(world);
   Communicator &data = *world_.data, &control = *world_.control;
   dense_ = axis_of(data, control, members(shape, [&](const Coordinates& c) { return c.tensor == me.tensor; }));
-  expert_ = axis_of(data, control, members(shape, [&](const Coordinates& c) {
+  const auto share_the_experts = [&](const Coordinates& c) {
     return c.data == me.data && c.sequence == me.sequence && c.tensor == me.tensor;
-  }));
+  };
+  expert_ = axis_of(data, control, members(shape, share_the_experts), Communicator::Lane::exchange);
   expert_data_ = axis_of(data, control, members(shape, [&](const Coordinates& c) { return c.expert == me.expert; }));
 }
 

@@ -155,7 +155,7 @@ class Mpi final : public Communicator {
           {{"round_bytes", round_bytes}});
   }
 
-  std::unique_ptr<Communicator> subgroup(std::span<const int> members) override {
+  std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane) override {
     const auto me = std::find(members.begin(), members.end(), rank());
     check(me != members.end(), "subgroup: this rank is not a member",
           {{"rank", rank()}, {"members", std::int64_t(members.size())}});
@@ -193,7 +193,8 @@ class Mpi final : public Communicator {
     });
   }
 
-  void do_all_gather(std::span<const Gather> pieces) override {
+  void do_begin_all_gather(std::span<const Gather> pieces) override {
+    exchanges_.emplace_back();  // done at once
     const auto bytes = [](const Gather& piece) { return bytes_of(piece); };
     const std::int64_t total = line_bytes(pieces, bytes);
     for (std::int64_t begin = 0; begin < total; begin += part_bytes()) {
@@ -211,7 +212,8 @@ class Mpi final : public Communicator {
   }
 
   // An exchange of parts and a sum in rank order: MPI's own reductions may choose another order for another count.
-  void do_reduce_scatter(std::span<const Scatter> pieces) override {
+  void do_begin_reduce_scatter(std::span<const Scatter> pieces) override {
+    exchanges_.emplace_back();  // done at once
     const auto bytes = [](const Scatter& piece) { return bytes_of(piece); };
     const std::int64_t total = line_bytes(pieces, bytes);
     for (std::int64_t begin = 0; begin < total; begin += part_bytes()) {
@@ -277,8 +279,8 @@ class Mpi final : public Communicator {
     }
     if (send[me].bytes > 0) std::memcpy(receive[me].data, send[me].data, std::size_t(send[me].bytes));
   }
-  void do_end_all_to_all() override {
-    wait_all(exchanges_.front(), shared_cores_);
+  void do_end() override {
+    if (!exchanges_.front().empty()) wait_all(exchanges_.front(), shared_cores_);
     exchanges_.pop_front();
   }
 

@@ -35,9 +35,9 @@ ncclDataType_t type_of(DType t) {
 
 class Nccl;
 
-// What the groups of a job share: one stream, and one order of all their collectives.
+// What the groups of a job share: a stream a lane, and one order of all their collectives.
 struct Queue {
-  cuda::Stream stream{/*urgent=*/true};
+  cuda::Stream lanes[2]{cuda::Stream(/*urgent=*/true), cuda::Stream(/*urgent=*/true)};
   Nccl* issuing = nullptr;  // whose last collective may not be on the stream yet
 };
 
@@ -45,8 +45,12 @@ struct Queue {
 // or before anything waits for it, it must be there.
 class Nccl final : public Communicator {
  public:
-  Nccl(std::unique_ptr<Communicator> host, std::shared_ptr<Queue> queue, double timeout_s)
-      : Communicator(host->rank(), host->size(), Waits::device), host_(std::move(host)), queue_(std::move(queue)), timeout_s_(timeout_s) {
+  Nccl(std::unique_ptr<Communicator> host, std::shared_ptr<Queue> queue, Lane lane, double timeout_s)
+      : Communicator(host->rank(), host->size(), Waits::device),
+        host_(std::move(host)),
+        queue_(std::move(queue)),
+        stream_(queue_->lanes[std::size_t(lane)].get()),
+        timeout_s_(timeout_s) {
     ncclUniqueId id;
     if (rank() == 0) ok(ncclGetUniqueId(&id), "ncclGetUniqueId");
     host_->broadcast(&id, sizeof id, 0);
@@ -63,12 +67,13 @@ class Nccl final : public Communicator {
     else
       ncclCommDestroy(comm_);
   }
-  std::unique_ptr<Communicator> subgroup(std::span<const int> members) override {
-    return make(host_->subgroup(members), queue_, timeout_s_);
+  std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane lane) override {
+    return make(host_->subgroup(members), queue_, lane, timeout_s_);
   }
-  static std::unique_ptr<Communicator> make(std::unique_ptr<Communicator> host, std::shared_ptr<Queue> queue, double timeout_s) {
+  static std::unique_ptr<Communicator> make(std::unique_ptr<Communicator> host, std::shared_ptr<Queue> queue, Lane lane,
+                                            double timeout_s) {
     if (host->size() == 1) return solo(Device::cuda);
-    return std::make_unique<Nccl>(std::move(host), std::move(queue), timeout_s);
+    return std::make_unique<Nccl>(std::move(host), std::move(queue), lane, timeout_s);
   }
 
   void settle() override {
@@ -126,7 +131,7 @@ class Nccl final : public Communicator {
     if (Nccl* group = std::exchange(queue_->issuing, nullptr)) {
       auto& last = group->under_way_.back();
       group->finish(ncclInProgress, last.call);
-      last.done.record(queue_->stream.get());
+      last.done.record(group->stream_);
     }
   }
   // Queues what issue() asks for after the work of the default stream, which goes on beside it.
@@ -135,7 +140,7 @@ class Nccl final : public Communicator {
     finish_issuing();
     cuda::Event ready;
     ready.record(nullptr);
-    cuda::wait(queue_->stream.get(), ready);
+    cuda::wait(stream_, ready);
     ok(ncclGroupStart(), "ncclGroupStart");
     issue();
     ok(ncclGroupEnd(), call);
@@ -143,7 +148,7 @@ class Nccl final : public Communicator {
     queue_->issuing = this;
   }
   // Later work of the default stream waits for what began first.
-  void end() {
+  void do_end() override {
     finish_issuing();
     const UnderWay& first = under_way_.front();
     Span& span = pending_.emplace_back(first.purpose);
@@ -154,28 +159,28 @@ class Nccl final : public Communicator {
   }
   template <class Issue>
   void queued(Purpose purpose, const char* call, Issue&& issue) {
-    check(under_way_.empty(), "nccl: an exchange is under way");
+    check(under_way_.empty(), "nccl: others are under way");
     begin(purpose, call, issue);
-    end();
+    do_end();
   }
 
-  void do_all_gather(std::span<const Gather> pieces) override {
-    queued(Purpose::gather, "all-gather", [&] {
+  void do_begin_all_gather(std::span<const Gather> pieces) override {
+    begin(Purpose::gather, "all-gather", [&] {
       for (const auto& p : pieces)
-        ok(ncclAllGather(p.send, p.receive, std::size_t(p.bytes), ncclInt8, comm_, queue_->stream.get()), "all-gather");
+        ok(ncclAllGather(p.send, p.receive, std::size_t(p.bytes), ncclInt8, comm_, stream_), "all-gather");
     });
   }
-  void do_reduce_scatter(std::span<const Scatter> pieces) override {
-    queued(Purpose::reduce, "reduce-scatter", [&] {
+  void do_begin_reduce_scatter(std::span<const Scatter> pieces) override {
+    begin(Purpose::reduce, "reduce-scatter", [&] {
       for (const auto& p : pieces)
-        ok(ncclReduceScatter(p.send, p.receive, std::size_t(p.count), type_of(p.dtype), ncclSum, comm_, queue_->stream.get()),
+        ok(ncclReduceScatter(p.send, p.receive, std::size_t(p.count), type_of(p.dtype), ncclSum, comm_, stream_),
            "reduce-scatter");
     });
   }
   void do_all_reduce(Tensor v, Reduction reduction) override {
     const ncclRedOp_t op = reduction == Reduction::sum ? ncclSum : reduction == Reduction::max ? ncclMax : ncclMin;
     queued(Purpose::reduce, "all-reduce", [&] {
-      ok(ncclAllReduce(v.data, v.data, std::size_t(v.count()), type_of(v.dtype), op, comm_, queue_->stream.get()), "all-reduce");
+      ok(ncclAllReduce(v.data, v.data, std::size_t(v.count()), type_of(v.dtype), op, comm_, stream_), "all-reduce");
     });
   }
   void do_begin_all_to_all(std::span<const Outgoing> send, std::span<const Incoming> receive) override {
@@ -183,15 +188,14 @@ class Nccl final : public Communicator {
       for (int r = 0; r < size(); ++r) {
         const auto& out = send[std::size_t(r)];
         const auto& in = receive[std::size_t(r)];
-        if (out.bytes > 0) ok(ncclSend(out.data, std::size_t(out.bytes), ncclInt8, r, comm_, queue_->stream.get()), "send");
-        if (in.bytes > 0) ok(ncclRecv(in.data, std::size_t(in.bytes), ncclInt8, r, comm_, queue_->stream.get()), "receive");
+        if (out.bytes > 0) ok(ncclSend(out.data, std::size_t(out.bytes), ncclInt8, r, comm_, stream_), "send");
+        if (in.bytes > 0) ok(ncclRecv(in.data, std::size_t(in.bytes), ncclInt8, r, comm_, stream_), "receive");
       }
     });
   }
-  void do_end_all_to_all() override { end(); }
   void do_broadcast(void* data, std::int64_t bytes, int root) override {
     queued(Purpose::other, "broadcast",
-           [&] { ok(ncclBroadcast(data, data, std::size_t(bytes), ncclInt8, root, comm_, queue_->stream.get()), "broadcast"); });
+           [&] { ok(ncclBroadcast(data, data, std::size_t(bytes), ncclInt8, root, comm_, stream_), "broadcast"); });
   }
   void do_barrier() override {
     settle();
@@ -200,6 +204,7 @@ class Nccl final : public Communicator {
 
   std::unique_ptr<Communicator> host_;
   std::shared_ptr<Queue> queue_;
+  CUstream_st* stream_;
   double timeout_s_;
   ncclComm_t comm_ = nullptr;
   std::deque<UnderWay> under_way_;
@@ -209,7 +214,7 @@ class Nccl final : public Communicator {
 }  // namespace
 
 std::unique_ptr<Communicator> on_devices(std::unique_ptr<Communicator> host, double timeout_s) {
-  return Nccl::make(std::move(host), std::make_shared<Queue>(), timeout_s);
+  return Nccl::make(std::move(host), std::make_shared<Queue>(), Communicator::Lane::sharding, timeout_s);
 }
 
 }  // namespace moetrain::parallel

@@ -85,7 +85,7 @@ void ShardedParams::begin_step() {
   in_step_ = true;
 }
 
-void ShardedParams::clear(const Storage& own, std::int64_t first_row) const {
+void ShardedParams::clear(Storage& own, std::int64_t first_row) const {
   if (!own.blank) return;
   const Tensor whole = own.gradient.view(), rest = whole.rows(first_row, whole.shape[0]);
   fill(memory_.device(), rest.data, 0, rest.bytes());
@@ -94,19 +94,50 @@ void ShardedParams::clear(const Storage& own, std::int64_t first_row) const {
 
 void ShardedParams::open(int u) { ++open_[std::size_t(u)]; }
 
-void ShardedParams::gather(int u) {
-  const Range range("gather weights");
+void ShardedParams::begin_gather(int u) {
   const Unit& it = unit(u);
-  open(u);
   if (sharding_of(it) != Sharding::full || it.tensors.empty()) return;
-  if (storage(it.tensors.front()).gathered.present()) return;
+  if (storage(it.tensors.front()).gathered.present()) return;  // or on its way
   std::vector<Communicator::Gather> pieces;
   for (const int t : it.tensors) {
     auto& own = storage_[std::size_t(t)];
     own.gathered = OwnedTensor(memory_, Category::weights, tensors_[std::size_t(t)].dtype, padded_shape(t));
     pieces.push_back({own.weight.view().data, own.gathered.view().data, own.weight.view().bytes()});
   }
-  it.group->all_gather(pieces);
+  it.group->begin_all_gather(pieces);
+  under_way_.push_back({u, true, {}});
+}
+
+void ShardedParams::prefetch(int u) {
+  const Range range("prefetch weights");
+  begin_gather(u);
+}
+
+void ShardedParams::gather(int u) {
+  const Range range("gather weights");
+  open(u);
+  begin_gather(u);
+  end_all_until(u, true);
+}
+
+void ShardedParams::end_oldest() {
+  UnderWay& first = under_way_.front();
+  const Unit& it = unit(first.unit);
+  it.group->end();
+  std::size_t i = 0;
+  if (!first.gather)
+    for (const int t : it.tensors)
+      if (tensors_[std::size_t(t)].trainable) {
+        storage_[std::size_t(t)].gradient_shard = std::move(first.sums[i++]);
+        storage_[std::size_t(t)].gradient = {};
+        storage_[std::size_t(t)].shard_blank = false;
+      }
+  under_way_.pop_front();
+}
+
+void ShardedParams::end_all_until(int u, bool gather) {
+  const auto is_it = [&](const UnderWay& w) { return w.unit == u && w.gather == gather; };
+  while (std::any_of(under_way_.begin(), under_way_.end(), is_it)) end_oldest();
 }
 
 void ShardedParams::release(int u) {
@@ -115,16 +146,17 @@ void ShardedParams::release(int u) {
   if (--open_[std::size_t(u)] > 0) return;
   for (const int t : it.tensors) {
     auto& own = storage_[std::size_t(t)];
-    check(!own.gradient.present() || !scatters_each_micro_batch(it), "sharded params: released before its gradients were reduced",
-          {{"unit", u}, {"tensor", t}});
+    check(!own.gradient.present() || !scatters_each_micro_batch(it) || !own.gradient_shard.present(),
+          "sharded params: released before its gradients were reduced", {{"unit", u}, {"tensor", t}});
     if (reshard_after_use_) own.gathered = {};
   }
 }
 
 // The whole gradient of one micro-batch starts as zeros (blank in the first), but for this rank's own rows: they start as the sum of
 // the micro-batches before, so that the reduce-scatter adds to it and needs no sum of its own.
-void ShardedParams::make_gradient(int tensor) const {
-  const Storage& own = storage(tensor);
+void ShardedParams::make_gradient(int tensor) {
+  Storage& own = storage_[std::size_t(tensor)];
+  end_all_until(own.unit, false);  // of the micro-batch before
   if (own.gradient.present()) return;
   const Tensor sum = own.gradient_shard.view();
   own.gradient = OwnedTensor(memory_, Category::gradients, sum.dtype, padded_shape(tensor));
@@ -135,8 +167,8 @@ void ShardedParams::make_gradient(int tensor) const {
   copy_to_device(memory_.device(), offset_by(whole, unit(own.unit).group->rank() * sum.shape[0]), sum.data, sum.bytes());
 }
 
-// sums[i] (c rows) = the sum over ranks of this rank's rows of the i-th trainable tensor of the unit.
-void ShardedParams::scatter_gradients(const Unit& it, std::vector<OwnedTensor>& sums) {
+// sums[i] (c rows) = the sum over ranks of this rank's rows of the i-th trainable tensor of the unit. False: it has none.
+bool ShardedParams::begin_scatter(const Unit& it, std::vector<OwnedTensor>& sums) {
   std::vector<Communicator::Scatter> pieces;
   std::size_t i = 0;
   for (const int t : it.tensors) {
@@ -144,7 +176,9 @@ void ShardedParams::scatter_gradients(const Unit& it, std::vector<OwnedTensor>& 
     const Tensor whole = storage(t).gradient.view(), sum = sums[i++].view();
     pieces.push_back({whole.data, sum.data, sum.count(), sum.dtype});
   }
-  if (!pieces.empty()) it.group->reduce_scatter(pieces);
+  if (pieces.empty()) return false;
+  it.group->begin_reduce_scatter(pieces);
+  return true;
 }
 
 void ShardedParams::reduce(int u) {
@@ -156,20 +190,14 @@ void ShardedParams::reduce(int u) {
   for (const int t : it.tensors)
     if (tensors_[std::size_t(t)].trainable) {
       make_gradient(t);
-      clear(storage(t));
+      clear(storage_[std::size_t(t)]);
       sums.push_back(std::move(storage_[std::size_t(t)].gradient_shard));
     }
-  scatter_gradients(it, sums);
-  std::size_t i = 0;
-  for (const int t : it.tensors)
-    if (tensors_[std::size_t(t)].trainable) {
-      storage_[std::size_t(t)].gradient_shard = std::move(sums[i++]);
-      storage_[std::size_t(t)].gradient = {};
-      storage_[std::size_t(t)].shard_blank = false;
-    }
+  if (begin_scatter(it, sums)) under_way_.push_back({u, false, std::move(sums)});
 }
 
 void ShardedParams::finish_gradients() {
+  while (!under_way_.empty()) end_oldest();
   for (Storage& own : storage_) {  // what nothing was added to
     clear(own);
     if (own.shard_blank) fill(memory_.device(), own.gradient_shard.view().data, 0, own.gradient_shard.view().bytes());
@@ -187,7 +215,7 @@ void ShardedParams::finish_gradients() {
       if (tensors_[std::size_t(t)].trainable)
         sums.emplace_back(memory_, Category::gradients, real_of(tensors_[std::size_t(t)].dtype),
                           tensors_[std::size_t(t)].shape.with_dim0(padded_shard_rows(t)));
-    scatter_gradients(it, sums);
+    if (begin_scatter(it, sums)) it.group->end();
     std::size_t i = 0;
     for (const int t : it.tensors) {
       if (!tensors_[std::size_t(t)].trainable) continue;
@@ -199,6 +227,7 @@ void ShardedParams::finish_gradients() {
 }
 
 void ShardedParams::publish() {
+  while (!under_way_.empty()) end_oldest();  // what was fetched for a pass that ended before
   for (std::size_t u = 0; u < units_.size(); ++u) {
     const Unit& it = units_[u];
     check(open_[u] == 0, "sharded params: published while gathered", {{"unit", std::int64_t(u)}});
@@ -225,19 +254,19 @@ ConstTensor ShardedParams::weight(int tensor) const {
   return all.rows(0, tensors_[std::size_t(tensor)].shape[0]);
 }
 
-Tensor ShardedParams::gradient(int tensor) const {
+Tensor ShardedParams::gradient(int tensor) {
   check(holds(tensor), "sharded params: a gradient is asked while not gathered", {{"tensor", tensor}});
   if (!tensors_[std::size_t(tensor)].trainable) return {};
   make_gradient(tensor);
-  clear(storage(tensor));
+  clear(storage_[std::size_t(tensor)]);
   return storage(tensor).gradient.view().rows(0, tensors_[std::size_t(tensor)].shape[0]);
 }
 
-ShardedParams::FirstGradient ShardedParams::first_gradient(int tensor) const {
+ShardedParams::FirstGradient ShardedParams::first_gradient(int tensor) {
   check(holds(tensor), "sharded params: a gradient is asked while not gathered", {{"tensor", tensor}});
   if (!tensors_[std::size_t(tensor)].trainable) return {};
   make_gradient(tensor);
-  const Storage& own = storage(tensor);
+  Storage& own = storage_[std::size_t(tensor)];
   const bool write = own.blank;
   const std::int64_t rows = tensors_[std::size_t(tensor)].shape[0];
   clear(own, rows);  // the rows that pad it are summed over ranks too

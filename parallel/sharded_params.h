@@ -13,6 +13,7 @@
 // few more than R where n does not divide R. Where gradients are reduced each micro-batch, the whole gradient of a unit exists only
 // from the first gradient() to reduce(). A group of one rank moves, copies and takes nothing, whatever its sharding.
 #pragma once
+#include <deque>
 #include <string>
 #include <vector>
 
@@ -47,24 +48,25 @@ class ShardedParams {
 
   // --- one step, in this order
   void begin_step();        // gradients are zero from here on; those that are written before they are added to are not cleared
+  void prefetch(int unit);  // collective; begins what gather then only waits for
   void gather(int unit);    // collective; afterwards weight() and gradient() of its tensors may be used. May nest: each
                             // gather has its release
   void open(int unit);      // as gather, for gradient() alone: no weight moves
   void release(int unit);   // with reshard_after_use the gathered weights go, else they stay until publish
   void reduce(int unit);    // collective; once a micro-batch, after the last op that adds to the unit's gradients and
-                            // before its release in backward
+                            // before its release in backward. The sums travel while later work runs, until a later gather
   void finish_gradients();  // collective; after the last micro-batch: stored_gradient() is complete everywhere
   void publish();           // collective; after the update: every stored row is the owner's new one. Also ends the life
                             // of weights kept by reshard_after_use = false. Outside a step, so after init or load, frozen
                             // rows are published too; in a step they cannot have changed
 
   ConstTensor weight(int tensor) const;  // whole, between gather and release
-  Tensor gradient(int tensor) const;     // whole, real, to add to; absent when frozen
+  Tensor gradient(int tensor);           // whole, real, to add to; absent when frozen
   struct FirstGradient {
     Tensor dw;   // as gradient()
     bool write;  // the caller must write all of it instead of adding: it is the first of this step
   };
-  FirstGradient first_gradient(int tensor) const;
+  FirstGradient first_gradient(int tensor);
   bool holds(int tensor) const;          // gathered now
 
   // --- what this rank stores and updates
@@ -81,9 +83,9 @@ class ShardedParams {
   struct Storage {
     OwnedTensor weight;            // (n c rows, or R where nothing is gathered in place; full: c rows, its shard)
     OwnedTensor gathered;          // full only: (n c rows) while gathered
-    mutable OwnedTensor gradient;  // (n c rows or R) for whole: resident, or from gradient() to reduce()
+    OwnedTensor gradient;          // (n c rows or R) for whole: resident, or from gradient() to reduce()
     OwnedTensor gradient_shard;    // gradients, full: (c rows)
-    mutable bool blank = false;    // gradient stands for zeros, but holds anything
+    bool blank = false;            // gradient stands for zeros, but holds anything
     bool shard_blank = false;      // the same of gradient_shard
     int unit = -1;
   };
@@ -96,15 +98,24 @@ class ShardedParams {
   const Unit& unit(int unit) const;
   std::int64_t padded_shard_rows(int tensor) const;  // c
   Shape padded_shape(int tensor) const;              // n c rows
-  void make_gradient(int tensor) const;
-  void clear(const Storage& own, std::int64_t first_row = 0) const;  // gradient to zeros from a row on, where it is blank
-  void scatter_gradients(const Unit& unit, std::vector<OwnedTensor>& sums);
+  void make_gradient(int tensor);
+  void clear(Storage& own, std::int64_t first_row = 0) const;  // gradient to zeros from a row on, where it is blank
+  struct UnderWay {
+    int unit;
+    bool gather;                    // else its gradients
+    std::vector<OwnedTensor> sums;  // where the gradients are summed, by trainable tensor
+  };
+  void begin_gather(int unit);
+  void end_oldest();
+  void end_all_until(int unit, bool gather);  // and that too, where it is under way
+  bool begin_scatter(const Unit& unit, std::vector<OwnedTensor>& sums);
 
   Memory& memory_;
   std::vector<ShardedTensor> tensors_;
   std::vector<Unit> units_;
   std::vector<Storage> storage_;  // by tensor
   std::vector<int> open_;         // by unit: gathers not yet released
+  std::deque<UnderWay> under_way_;  // the oldest first
   bool reshard_after_use_, poison_;
   bool in_step_ = false;
 };
