@@ -2,8 +2,11 @@
 //
 // Group g is rows [offsets[g], offsets[g+1]); for each of its rows r
 //   y[r,o]     = sum_i x[r,i] w[g,o,i]
-//   dx[r,i]    = sum_o dy[r,o] w[g,o,i]             or dx += , with add_dx
+//   dx[r,i]    = sum_o dy[r,o] w[g,o,i]
 //   dw[g,o,i] += sum_r dy[r,o] x[r,i]               adds; a group without rows adds nothing; or dw = , with write_dw
+//
+// A second matrix a group on the same x (gate and up) goes in the same call: y2, w2, dy2, dw2 as y, w, dy, dw, and
+//   dx[r,i]    = sum_o dy[r,o] w[g,o,i] + dy2[r,o] w2[g,o,i]
 //
 // Types, precision and repeatability as in ops/linear.h. Nothing may alias.
 #pragma once
@@ -30,10 +33,17 @@ inline void check_group_offsets(std::span<const std::int64_t> offsets, ConstTens
     check(offsets[g] <= offsets[g + 1], "grouped_linear: offsets do not ascend", {{"group", std::int64_t(g)}});
 }
 
+// Are both absent, or of one shape and type?
+inline bool alike(const ConstTensor& a, const ConstTensor& b) {
+  return a.present() == b.present() && (!a.present() || (a.shape == b.shape && a.dtype == b.dtype));
+}
+
 struct GroupedLinearForward {
   ConstTensor x;                            // (R, I), rows of group g are [offsets[g], offsets[g+1])
   ConstTensor w;                            // (e, O, I)
   Tensor y;                                 // (R, O)
+  ConstTensor w2 = {};                      // as w, or absent
+  Tensor y2 = {};                           // as y where w2 is given
   std::span<const std::int64_t> offsets;    // (e+1) on the host; empty groups are normal
   ConstTensor device_offsets = {};          // (e+1) i64 on the device, for CUDA, which then needs none on the host
   static constexpr bool dry_on_cpu = true;  // ops/context.h
@@ -47,6 +57,8 @@ struct GroupedLinearForward {
               real_of(y.dtype) == real,
           "grouped_linear: types are not floating, or mix f64 with others",
           {{"x", std::int64_t(x.dtype)}, {"w", std::int64_t(w.dtype)}, {"y", std::int64_t(y.dtype)}});
+    check(w2.present() == y2.present() && (!w2.present() || (alike(w2, w) && alike(y2, y))),
+          "grouped_linear: the second w and y are not like the first");
     check_group_offsets(offsets, device_offsets, w.shape[0], x.shape[0]);
   }
 };
@@ -57,19 +69,25 @@ struct GroupedLinearBackward {
   ConstTensor w;                             // (e, O, I); absent when dx is
   Tensor dx;                                 // (R, I); absent: not wanted
   Tensor dw;                                 // (e, O, I) real; adds; absent: frozen
+  ConstTensor dy2 = {};                      // as dy, or absent
+  ConstTensor w2 = {};                       // as w where dy2 is given
+  Tensor dw2 = {};                           // as dw where dy2 is given
   std::span<const std::int64_t> offsets;     // (e+1)
   ConstTensor device_offsets = {};           // (e+1) i64, as above
-  bool add_dx = false;                       // dx += instead of dx =
   bool write_dw = false;                     // as in ops/linear.h
   static constexpr bool dry_on_cpu = true;   // ops/context.h
   void clear_dw(const Context& ctx) const {  // for backends that only add
-    if (write_dw && dw.present() && !ctx.dry()) fill(ctx.device(), dw.data, 0, dw.bytes());
+    if (ctx.dry() || !write_dw) return;
+    for (const Tensor& t : {dw, dw2})
+      if (t.present()) fill(ctx.device(), t.data, 0, t.bytes());
   }
   void check_shapes() const {
     check(dy.shape.rank() == 2 && is_floating(dy.dtype), "grouped_linear: dy is not a floating (R, O)",
           {{"rank", dy.shape.rank()}, {"dtype", std::int64_t(dy.dtype)}});
     const std::int64_t R = dy.shape[0], O = dy.shape[1];
     const DType real = real_of(dy.dtype);
+    check(dy2.present() ? alike(dy2, dy) && (!dx.present() || alike(w2, w)) && alike(dw2, dw) : !w2.present() && !dw2.present(),
+          "grouped_linear: the second dy, w and dw are not like the first");
     if (dx.present()) {
       check(w.shape.rank() == 3 && w.shape[1] == O, "grouped_linear: w is not (e, O, I) of dy (R, O)",
             {{"O", O}, {"O of w", w.shape[1]}});

@@ -112,6 +112,13 @@ void forward_converted(Context& ctx, const GroupedLinearForward& a) {
 }  // namespace
 
 void cpu::grouped_linear(Context& ctx, const GroupedLinearForward& a) {
+  if (a.w2.present()) {
+    auto one = a;
+    one.w2 = {}, one.y2 = {};
+    cpu::grouped_linear(ctx, one);
+    one.w = a.w2, one.y = a.y2;
+    return cpu::grouped_linear(ctx, one);
+  }
   if (real_operands({a.x, a.w, a.y})) return forward_in_place(ctx, a);
   forward_converted<float>(ctx, a);  // f64 does not mix
 }
@@ -121,14 +128,18 @@ void cpu::grouped_linear(Context& ctx, const GroupedLinearBackward& a) {
   if (!in.present()) return;
   const double work = double(a.dy.count()) * double(in.shape[1]);
   const auto backward = [&](std::int64_t g, std::int64_t begin, std::int64_t end) {
-    cpu::linear_part(ctx,
-                     LinearBackward{.dy = a.dy.rows(begin, end),
-                                    .x = run(a.x, begin, end),
-                                    .w = matrix(a.w, g),
-                                    .dx = run(a.dx, begin, end),
-                                    .dw = matrix(a.dw, g),
-                                    .add_dx = a.add_dx},
-                     a.dy.shape[0]);
+    const auto part = [&](ConstTensor dy, ConstTensor w, Tensor dw, bool add_dx) {
+      cpu::linear_part(ctx,
+                       LinearBackward{.dy = dy.rows(begin, end),
+                                      .x = run(a.x, begin, end),
+                                      .w = matrix(w, g),
+                                      .dx = run(a.dx, begin, end),
+                                      .dw = matrix(dw, g),
+                                      .add_dx = add_dx},
+                       a.dy.shape[0]);
+    };
+    part(a.dy, a.w, a.dw, false);
+    if (a.dy2.present()) part(a.dy2, a.w2, a.dw2, true);
   };
   if (ctx.dry()) {  // each group takes the same
     if (a.dy.shape[0] > 0 && a.offsets.size() > 1) backward(0, 0, 0);

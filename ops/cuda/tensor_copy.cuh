@@ -111,6 +111,12 @@ __device__ inline void store_box(const CUtensorMap* map, std::uint32_t from, int
                "r"(y), "r"(z)
                : "memory");
 }
+// Queues a box to be added to what is there (f32: rounded once, by the L2 cache), likewise.
+__device__ inline void add_box(const CUtensorMap* map, std::uint32_t from, int x, int y, int z) {
+  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(from), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
 __device__ inline void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int kPending>
 __device__ void store_wait_read() {  // until shared memory has been read but for so many groups

@@ -29,8 +29,27 @@ TEST_CASE("grouped_linear gives each row the matrix of its group", "[ops][cpu]")
   ops::grouped_linear(b.context(), ops::GroupedLinearBackward{.dy = dy, .x = x, .w = w, .dx = dx, .dw = dw, .offsets = offsets});
   CHECK(test::difference(test::values_of(dx), {1, 30, 3}, 1e-15) == "");
   CHECK(test::difference(test::values_of(dw), {6, 5, 5, 5, 8, 7}, 1e-15) == "");
-  ops::grouped_linear(b.context(), ops::GroupedLinearBackward{.dy = dy, .w = w, .dx = dx, .offsets = offsets, .add_dx = true});
-  CHECK(test::difference(test::values_of(dx), {2, 60, 6}, 1e-15) == "");
+  CHECK(b.guards_hold());
+}
+
+TEST_CASE("grouped_linear of two matrices gives two y and two dw, and the sum of both dx", "[ops][cpu]") {
+  Bench b;
+  const Offsets offsets{0, 1, 2};
+  const Tensor x = b.of(DType::f64, {2, 1}, {1, 2}), w = b.of(DType::f64, {2, 1, 1}, {3, 4}),
+               w2 = b.of(DType::f64, {2, 1, 1}, {5, 6});
+  const Tensor y = b.empty(DType::f64, {2, 1}), y2 = b.empty(DType::f64, {2, 1});
+  ops::grouped_linear(b.context(), ops::GroupedLinearForward{.x = x, .w = w, .y = y, .w2 = w2, .y2 = y2, .offsets = offsets});
+  CHECK(test::difference(test::values_of(y), {3, 8}, 1e-15) == "");
+  CHECK(test::difference(test::values_of(y2), {5, 12}, 1e-15) == "");
+
+  const Tensor dy = b.of(DType::f64, {2, 1}, {10, 1}), dy2 = b.of(DType::f64, {2, 1}, {1, 10}), dx = b.empty(DType::f64, {2, 1}),
+               dw = b.of(DType::f64, {2, 1, 1}, {7, 7}), dw2 = b.of(DType::f64, {2, 1, 1}, {8, 8});
+  ops::grouped_linear(b.context(),
+                      ops::GroupedLinearBackward{
+                          .dy = dy, .x = x, .w = w, .dx = dx, .dw = dw, .dy2 = dy2, .w2 = w2, .dw2 = dw2, .offsets = offsets});
+  CHECK(test::difference(test::values_of(dx), {35, 64}, 1e-15) == "");
+  CHECK(test::difference(test::values_of(dw), {17, 9}, 1e-15) == "");
+  CHECK(test::difference(test::values_of(dw2), {9, 28}, 1e-15) == "");
   CHECK(b.guards_hold());
 }
 
@@ -100,55 +119,87 @@ TEST_CASE("grouped_linear refuses offsets that do not cut the rows", "[ops][cpu]
   const Offsets good{0, 1, 3};
   CHECK_THROWS_AS(ops::grouped_linear(ctx, ops::GroupedLinearForward{.x = x, .w = w, .y = x, .offsets = good}), Error);
   CHECK_THROWS_AS(ops::grouped_linear(ctx, ops::GroupedLinearBackward{.dy = y, .w = w, .dx = y, .offsets = good}), Error);
+  const Tensor dx = b.empty(DType::f32, {3, 2}), narrow = b.normal(DType::f32, {2, 3, 2});
+  CHECK_THROWS_AS(
+      ops::grouped_linear(ctx, ops::GroupedLinearForward{.x = x, .w = w, .y = y, .w2 = narrow, .y2 = y, .offsets = good}), Error);
+  CHECK_THROWS_AS(ops::grouped_linear(ctx, ops::GroupedLinearForward{.x = x, .w = w, .y = y, .w2 = w, .offsets = good}), Error);
+  CHECK_THROWS_AS(ops::grouped_linear(ctx, ops::GroupedLinearBackward{.dy = y, .w = w, .dx = dx, .dy2 = y, .offsets = good}),
+                  Error);
 }
 
+enum class Matrices : std::uint8_t { one, two };
+
 struct GroupedResults {
-  Tensor y, dx, dw;
+  Tensor y, dx, dw, y2, dw2;
 };
 struct Grouped {
   Offsets offsets;
-  Tensor x, w, dy, dx, dw;  // dx and dw as they were before: dw adds, dx may
-  Grouped(Bench& b, DType type, DType y_type, Offsets bounds, std::int64_t I, std::int64_t O)
+  Tensor x, w, dy, dw, w2, dy2, dw2;  // dw as they were before: they add
+  Grouped(Bench& b, DType type, DType y_type, Offsets bounds, std::int64_t I, std::int64_t O, Matrices matrices = Matrices::one)
       : offsets(std::move(bounds)),
         x(b.normal(type, {offsets.back(), I})),
         w(b.normal(type, {std::int64_t(offsets.size()) - 1, O, I})),
         dy(b.normal(y_type, {offsets.back(), O})),
-        dx(b.normal(type, x.shape)),
-        dw(b.normal(DType::f32, w.shape)) {}
-  GroupedResults on_cpu_in_f64(Bench& b, bool adds) const {
-    const auto wide = [&](ConstTensor t) { return b.as(DType::f64, t); };
-    const GroupedResults out{b.empty(DType::f64, dy.shape), wide(dx), wide(dw)};
-    const Tensor x64 = wide(x), w64 = wide(w);
-    ops::grouped_linear(b.context(), ops::GroupedLinearForward{.x = x64, .w = w64, .y = out.y, .offsets = offsets});
+        dw(b.normal(DType::f32, w.shape)) {
+    if (matrices == Matrices::one) return;
+    w2 = b.normal(type, w.shape), dy2 = b.normal(y_type, dy.shape), dw2 = b.normal(DType::f32, w.shape);
+  }
+  GroupedResults on_cpu_in_f64(Bench& b) const {
+    const auto wide = [&](ConstTensor t) { return t.present() ? b.as(DType::f64, t) : Tensor{}; };
+    const auto empty_y = [&](ConstTensor t) { return t.present() ? b.empty(DType::f64, t.shape) : Tensor{}; };
+    const GroupedResults out{empty_y(dy), b.empty(DType::f64, x.shape), wide(dw), empty_y(dy2), wide(dw2)};
+    const Tensor x64 = wide(x), w64 = wide(w), w264 = wide(w2);
     ops::grouped_linear(b.context(),
-                        ops::GroupedLinearBackward{
-                            .dy = wide(dy), .x = x64, .w = w64, .dx = out.dx, .dw = out.dw, .offsets = offsets, .add_dx = adds});
+                        ops::GroupedLinearForward{.x = x64, .w = w64, .y = out.y, .w2 = w264, .y2 = out.y2, .offsets = offsets});
+    ops::grouped_linear(b.context(), ops::GroupedLinearBackward{.dy = wide(dy),
+                                                                .x = x64,
+                                                                .w = w64,
+                                                                .dx = out.dx,
+                                                                .dw = out.dw,
+                                                                .dy2 = wide(dy2),
+                                                                .w2 = w264,
+                                                                .dw2 = out.dw2,
+                                                                .offsets = offsets});
     return out;
   }
-  GroupedResults on_cuda(Bench& b, bool adds, bool offsets_on_host) const {
+  GroupedResults on_cuda(Bench& b, bool offsets_on_host) const {
     test::DeviceBench d;
     const std::span<const std::int64_t> host_offsets(offsets.data(), offsets_on_host ? offsets.size() : 0);
     const ConstTensor given = offsets_on_host ? ConstTensor{} : d.documents(offsets).on_device;
-    const Tensor xs = d.copy(x), ws = d.copy(w);
-    const GroupedResults out{d.empty(dy.dtype, dy.shape), adds ? d.copy(dx) : d.empty(dx.dtype, dx.shape), d.copy(dw)};
-    ops::grouped_linear(d.context(),
-                        ops::GroupedLinearForward{.x = xs, .w = ws, .y = out.y, .offsets = host_offsets, .device_offsets = given});
+    const auto copy = [&](ConstTensor t) { return t.present() ? d.copy(t) : Tensor{}; };
+    const auto empty_as = [&](ConstTensor t) { return t.present() ? d.empty(t.dtype, t.shape) : Tensor{}; };
+    const auto to_host = [&](ConstTensor t) { return t.present() ? d.to_host(b, t) : Tensor{}; };
+    const Tensor xs = d.copy(x), ws = d.copy(w), w2s = copy(w2);
+    const GroupedResults out{empty_as(dy), empty_as(x), d.copy(dw), empty_as(dy2), copy(dw2)};
+    ops::grouped_linear(
+        d.context(), ops::GroupedLinearForward{
+                         .x = xs, .w = ws, .y = out.y, .w2 = w2s, .y2 = out.y2, .offsets = host_offsets, .device_offsets = given});
     ops::grouped_linear(d.context(), ops::GroupedLinearBackward{.dy = d.copy(dy),
                                                                 .x = xs,
                                                                 .w = ws,
                                                                 .dx = out.dx,
                                                                 .dw = out.dw,
+                                                                .dy2 = copy(dy2),
+                                                                .w2 = w2s,
+                                                                .dw2 = out.dw2,
                                                                 .offsets = host_offsets,
-                                                                .device_offsets = given,
-                                                                .add_dx = adds});
-    const GroupedResults host{d.to_host(b, out.y), d.to_host(b, out.dx), d.to_host(b, out.dw)};
+                                                                .device_offsets = given});
+    const GroupedResults host{to_host(out.y), to_host(out.dx), to_host(out.dw), to_host(out.y2), to_host(out.dw2)};
     CHECK(d.guards_hold());
     return host;
   }
 };
 
 bool same_bits(ConstTensor a, ConstTensor b) {
-  return a.bytes() == b.bytes() && std::memcmp(a.data, b.data, std::size_t(a.bytes())) == 0;
+  return a.bytes() == b.bytes() && (a.bytes() == 0 || std::memcmp(a.data, b.data, std::size_t(a.bytes())) == 0);
+}
+
+void check_same_bits(const GroupedResults& a, const GroupedResults& b) {
+  CHECK(same_bits(a.y, b.y));
+  CHECK(same_bits(a.dx, b.dx));
+  CHECK(same_bits(a.dw, b.dw));
+  CHECK(same_bits(a.y2, b.y2));
+  CHECK(same_bits(a.dw2, b.dw2));
 }
 
 // Groups of the given numbers of rows.
@@ -174,6 +225,9 @@ void check_close(const GroupedResults& got, const GroupedResults& want) {
   CHECK(test::difference(got.y, want.y, got.y.dtype == DType::bf16 ? 1e-2 : 1e-4) == "");
   CHECK(test::difference(got.dx, want.dx, got.dx.dtype == DType::bf16 ? 1e-2 : 1e-4) == "");
   CHECK(test::difference(got.dw, want.dw, 1e-4) == "");
+  if (!want.y2.present()) return;
+  CHECK(test::difference(got.y2, want.y2, got.y2.dtype == DType::bf16 ? 1e-2 : 1e-4) == "");
+  CHECK(test::difference(got.dw2, want.dw2, 1e-4) == "");
 }
 
 TEST_CASE("grouped_linear on CUDA is within rounding of f64 on the same operands", "[ops][cuda]") {
@@ -181,16 +235,13 @@ TEST_CASE("grouped_linear on CUDA is within rounding of f64 on the same operands
   for (const auto& [type, y_type] :
        {std::pair(DType::f32, DType::f32), std::pair(DType::bf16, DType::bf16), std::pair(DType::bf16, DType::f32)})
     for (const CudaCase& c : kCudaCases)
-      for (const bool adds : {false, true}) {
-        CAPTURE(name_of(type), name_of(y_type), c.offsets.size(), c.offsets.back(), c.I, c.O, adds);
+      for (const Matrices matrices : {Matrices::one, Matrices::two}) {
+        CAPTURE(name_of(type), name_of(y_type), c.offsets.size(), c.offsets.back(), c.I, c.O, int(matrices));
         Bench b;
-        const Grouped p(b, type, y_type, c.offsets, c.I, c.O);
-        const GroupedResults got = p.on_cuda(b, adds, false);
-        check_close(got, p.on_cpu_in_f64(b, adds));
-        const GroupedResults again = p.on_cuda(b, adds, true);
-        CHECK(same_bits(got.y, again.y));
-        CHECK(same_bits(got.dx, again.dx));
-        CHECK(same_bits(got.dw, again.dw));
+        const Grouped p(b, type, y_type, c.offsets, c.I, c.O, matrices);
+        const GroupedResults got = p.on_cuda(b, false);
+        check_close(got, p.on_cpu_in_f64(b));
+        check_same_bits(got, p.on_cuda(b, true));
       }
 }
 
@@ -201,7 +252,7 @@ TEST_CASE("grouped_linear on CUDA takes as many groups as there are experts, mos
   for (const bool offsets_on_host : {false, true}) {
     Bench b;
     const Grouped p(b, DType::bf16, DType::bf16, offsets, 64, 40);
-    check_close(p.on_cuda(b, false, offsets_on_host), p.on_cpu_in_f64(b, false));
+    check_close(p.on_cuda(b, offsets_on_host), p.on_cpu_in_f64(b));
   }
 }
 
@@ -214,7 +265,7 @@ TEST_CASE("grouped_linear on CUDA keeps what is not finite inside its group", "[
     for (std::int64_t i = 0; i < I; ++i) Bench::set(p.x, r * I + i, std::nan(""));
     for (std::int64_t o = 0; o < O; ++o) Bench::set(p.dy, r * O + o, std::nan(""));
   }
-  const GroupedResults got = p.on_cuda(b, false, false);
+  const GroupedResults got = p.on_cuda(b, false);
   const auto nans = [](ConstTensor t, std::int64_t from, std::int64_t to) {
     std::int64_t count = 0;
     for (std::int64_t i = from; i < to; ++i) count += std::isnan(Bench::get(t, i));
@@ -262,21 +313,18 @@ TEST_CASE("grouped_linear on CUDA without rows leaves dw as it was", "[ops][cuda
   if (!test::cuda_device_here()) return;
   Bench b;
   const Grouped p(b, DType::bf16, DType::bf16, groups_of({0, 0}), 64, 128);
-  CHECK(same_bits(p.on_cuda(b, false, false).dw, p.dw));
+  CHECK(same_bits(p.on_cuda(b, false).dw, p.dw));
 }
 
 TEST_CASE("grouped_linear on CUDA gives the same bits in 20 runs", "[ops][cuda]") {
   if (!test::cuda_device_here()) return;
   for (const DType type : {DType::f32, DType::bf16}) {
     Bench b;
-    const Grouped p(b, type, type, groups_of({700, 0, 1300, 90, 5, 411}), 264, 520);
-    const GroupedResults first = p.on_cuda(b, true, false);
+    const Grouped p(b, type, type, groups_of({700, 0, 1300, 90, 5, 411}), 264, 520, Matrices::two);
+    const GroupedResults first = p.on_cuda(b, false);
     for (int run = 0; run < 20; ++run) {
       CAPTURE(name_of(type), run);
-      const GroupedResults again = p.on_cuda(b, true, false);
-      CHECK(same_bits(again.y, first.y));
-      CHECK(same_bits(again.dx, first.dx));
-      CHECK(same_bits(again.dw, first.dw));
+      check_same_bits(p.on_cuda(b, false), first);
     }
   }
 }
