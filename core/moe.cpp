@@ -162,8 +162,7 @@ void Moe::run_experts(Pass& pass, ConstTensor z, Kept& k, const Meanwhile& meanw
     const auto& part = k.plan.parts[c];
     const Tensor received = part.of(k.received), gate = part.of(k.gate), up = part.of(k.up), act = part.of(k.act);
     if (!alone) pass.exchange->finish_out(ctx, part, travelling, received);
-    project_grouped(pass, w1_, part, received, gate);
-    project_grouped(pass, w3_, part, received, up);
+    project_grouped(pass, TwoWeights{w1_, w3_}, part, received, gate, up);
     ops::glu(ctx, ops::GluForward{.kind = act_, .beta = beta_, .linear_beta = linear_beta_, .g = gate, .u = up, .y = act});
     project_grouped(pass, w2_, part, act, part.of(out));
     send(c + 2);
@@ -245,12 +244,10 @@ void Moe::run_experts_backward(Pass& pass, const Kept& k, ConstTensor dcombined,
                                    .u = part.of(k.up),
                                    .dg = dgate,
                                    .du = dup});
-    project_grouped_backward(pass, w1_, part, dgate, d);
-    project_grouped_backward(pass, w3_, part, dup, d, true);
+    project_grouped_backward(pass, TwoWeights{w1_, w3_}, part, dgate, dup, d);
     send(c + 2);
     if (!alone) pass.exchange->begin_back(ctx, part, d, travelling, dslots);
-    project_grouped_gradient(pass, dw1, part, dgate, received);
-    project_grouped_gradient(pass, dw3, part, dup, received);
+    project_grouped_gradient(pass, TwoGradients{dw1, dw3}, part, dgate, dup, received);
   }
   if (!alone) pass.exchange->finish_back();
   ops::collect_rows(ctx, ops::CollectRows{.rows = dslots, .slot_row = k.slot_row, .weights = {}, .y = dz});

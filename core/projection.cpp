@@ -46,19 +46,18 @@ void project_grouped(Pass& pass, int id, const parallel::ExchangePart& part, Con
                                                           .device_offsets = part.device_offsets});
 }
 
-void project_grouped_backward(Pass& pass, int id, const parallel::ExchangePart& part, ConstTensor dy, Tensor dx, bool add_dx) {
+void project_grouped_backward(Pass& pass, int id, const parallel::ExchangePart& part, ConstTensor dy, Tensor dx) {
   ops::grouped_linear(pass.ctx, ops::GroupedLinearBackward{.dy = dy,
                                                            .x = {},
                                                            .w = pass.params.weight(id).rows(part.first_expert, part.last_expert),
                                                            .dx = dx,
                                                            .dw = {},
                                                            .offsets = part.offsets,
-                                                           .device_offsets = part.device_offsets,
-                                                           .add_dx = add_dx});
+                                                           .device_offsets = part.device_offsets});
 }
 
-void project_grouped_gradient(Pass& pass, const parallel::ShardedParams::FirstGradient& gradient, const parallel::ExchangePart& part,
-                              ConstTensor dy, ConstTensor x) {
+void project_grouped_gradient(Pass& pass, const parallel::ShardedParams::FirstGradient& gradient,
+                              const parallel::ExchangePart& part, ConstTensor dy, ConstTensor x) {
   if (!gradient.dw.present()) return;
   ops::grouped_linear(pass.ctx, ops::GroupedLinearBackward{.dy = dy,
                                                            .x = x,
@@ -68,6 +67,52 @@ void project_grouped_gradient(Pass& pass, const parallel::ShardedParams::FirstGr
                                                            .offsets = part.offsets,
                                                            .device_offsets = part.device_offsets,
                                                            .write_dw = gradient.write});
+}
+
+void project_grouped(Pass& pass, TwoWeights ids, const parallel::ExchangePart& part, ConstTensor x, Tensor first_y,
+                     Tensor second_y) {
+  ops::grouped_linear(pass.ctx,
+                      ops::GroupedLinearForward{.x = x,
+                                                .w = pass.params.weight(ids.first).rows(part.first_expert, part.last_expert),
+                                                .y = first_y,
+                                                .w2 = pass.params.weight(ids.second).rows(part.first_expert, part.last_expert),
+                                                .y2 = second_y,
+                                                .offsets = part.offsets,
+                                                .device_offsets = part.device_offsets});
+}
+
+void project_grouped_backward(Pass& pass, TwoWeights ids, const parallel::ExchangePart& part, ConstTensor first_dy,
+                              ConstTensor second_dy, Tensor dx) {
+  ops::grouped_linear(pass.ctx,
+                      ops::GroupedLinearBackward{.dy = first_dy,
+                                                 .x = {},
+                                                 .w = pass.params.weight(ids.first).rows(part.first_expert, part.last_expert),
+                                                 .dx = dx,
+                                                 .dw = {},
+                                                 .dy2 = second_dy,
+                                                 .w2 = pass.params.weight(ids.second).rows(part.first_expert, part.last_expert),
+                                                 .offsets = part.offsets,
+                                                 .device_offsets = part.device_offsets});
+}
+
+void project_grouped_gradient(Pass& pass, const TwoGradients& gradients, const parallel::ExchangePart& part, ConstTensor first_dy,
+                              ConstTensor second_dy, ConstTensor x) {
+  const auto& [first, second] = gradients;
+  if (!first.dw.present() || !second.dw.present() || first.write != second.write) {  // one of them is frozen, or further on
+    project_grouped_gradient(pass, first, part, first_dy, x);
+    project_grouped_gradient(pass, second, part, second_dy, x);
+    return;
+  }
+  ops::grouped_linear(pass.ctx, ops::GroupedLinearBackward{.dy = first_dy,
+                                                           .x = x,
+                                                           .w = {},
+                                                           .dx = {},
+                                                           .dw = first.dw.rows(part.first_expert, part.last_expert),
+                                                           .dy2 = second_dy,
+                                                           .dw2 = second.dw.rows(part.first_expert, part.last_expert),
+                                                           .offsets = part.offsets,
+                                                           .device_offsets = part.device_offsets,
+                                                           .write_dw = first.write});
 }
 
 void project_heads(Pass& pass, int id, const HeadSlice& s, ConstTensor x, Tensor y) {

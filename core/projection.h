@@ -15,10 +15,24 @@ void project_backward(Pass& pass, int id, ConstTensor dy, ConstTensor x, Tensor 
 
 // The rows of each expert of a part through its own matrix.
 void project_grouped(Pass& pass, int id, const parallel::ExchangePart& part, ConstTensor x, Tensor y);
-void project_grouped_backward(Pass& pass, int id, const parallel::ExchangePart& part, ConstTensor dy, Tensor dx, bool add_dx = false);
+void project_grouped_backward(Pass& pass, int id, const parallel::ExchangePart& part, ConstTensor dy, Tensor dx);
 // gradient: of the whole parameter, asked for once for all parts.
-void project_grouped_gradient(Pass& pass, const parallel::ShardedParams::FirstGradient& gradient, const parallel::ExchangePart& part,
-                              ConstTensor dy, ConstTensor x);
+void project_grouped_gradient(Pass& pass, const parallel::ShardedParams::FirstGradient& gradient,
+                              const parallel::ExchangePart& part, ConstTensor dy, ConstTensor x);
+
+// The same for two weights of one shape on the same rows; dx is the sum of both.
+struct TwoWeights {
+  int first, second;
+};
+void project_grouped(Pass& pass, TwoWeights ids, const parallel::ExchangePart& part, ConstTensor x, Tensor first_y,
+                     Tensor second_y);
+void project_grouped_backward(Pass& pass, TwoWeights ids, const parallel::ExchangePart& part, ConstTensor first_dy,
+                              ConstTensor second_dy, Tensor dx);
+struct TwoGradients {
+  parallel::ShardedParams::FirstGradient first, second;
+};
+void project_grouped_gradient(Pass& pass, const TwoGradients& gradients, const parallel::ExchangePart& part, ConstTensor first_dy,
+                              ConstTensor second_dy, ConstTensor x);
 
 // A slice of each head's rows of W (N (A), C), between heads and latent (ops/head_linear.h).
 struct HeadSlice {
