@@ -15,8 +15,8 @@
 // and the loss over tokens are summed in f64; dhidden is rounded once. Nothing aliases. Repeatable to the bit for the same chunks;
 // other chunks change rounding only.
 //
-// On CUDA blocks are cut over all tokens, ignored ones too, their rows zeroed; logits and g are in the storage type (bf16: 8 bits of
-// a logit), exponentials are summed in f32.
+// On CUDA blocks are cut over all tokens, ignored ones too, their rows zeroed; g is in the storage type, and so are logits that are
+// kept (bf16: 8 bits of a logit), exponentials are summed in f32.
 #pragma once
 #include <algorithm>
 
@@ -81,23 +81,39 @@ struct CrossEntropy {
     return taken;
   }
   void take_scratch(Context& ctx) const {  // of a dry run
-    if (ctx.plans_for == Device::cuda) take_device_scratch(ctx);
-    else take_host_scratch(ctx);
+    if (ctx.plans_for == Device::cuda)
+      take_device_scratch(ctx);
+    else
+      take_host_scratch(ctx);
   }
   struct DeviceScratch {  // of CUDA
-    Tensor running;  // (3, s) as above
-    Tensor hidden;   // (s, D) storage
-    Tensor logits;   // (s, v) storage, v rounded up to 16 bytes
-    Tensor dhidden;  // (s, D) f32; absent where one block covers the vocabulary, and for loss only
+    Tensor running;       // (3, s) as above
+    Tensor logits;  // (s, v) storage, v rounded up to 16 bytes; in halves (2, s, v / 2) where one is made while the other is used
+    Tensor sums;    // (s, D) f32, of dhidden; before these the statistics of parts of the vocabulary. Absent where nothing needs it
+    Tensor done;    // (halves of the vocabulary, 3) i32 counts; absent where there are no halves
   };
+  static constexpr std::int64_t kWordsOfPart = 256;
+  // Dense bf16 is for kernels of our own. On CUDA the rows of labelled tokens stand in dhidden until it is written.
+  bool on_tensor_cores() const {
+    const auto fits = [](ConstTensor t) { return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0; };
+    return hidden.dtype == DType::bf16 && hidden.shape[1] % 8 == 0 && fits(hidden) && fits(weight) && fits(dhidden) &&
+           fits(dweight);
+  }
+  std::int64_t half_chunk() const { return (std::min(vocab_chunk, weight.shape[0]) + 15) / 16 * 8; }  // in whole 16 bytes
   DeviceScratch take_device_scratch(Context& ctx) const {
     const auto s = std::min(seq_chunk, hidden.shape[0]), V = weight.shape[0], v = std::min(vocab_chunk, V), D = hidden.shape[1];
+    const auto parts = on_tensor_cores() ? 2 * ((V + kWordsOfPart - 1) / kWordsOfPart) : 0;
+    const auto sums = dhidden.present() && (v < V || on_tensor_cores()) ? D : 0;
+    const bool tiles = on_tensor_cores(), gradients = dhidden.present(), halves = tiles && v < V;
     auto& stack = ctx.scratch;
     DeviceScratch taken;
     taken.running = stack.take(DType::f32, {3, s});
-    taken.hidden = stack.take(hidden.dtype, {s, D});
-    taken.logits = stack.take(hidden.dtype, {s, (v + 7) / 8 * 8});
-    if (dhidden.present() && v < V) taken.dhidden = stack.take(DType::f32, {s, D});
+    if (halves && gradients)
+      taken.logits = stack.take(hidden.dtype, {2 * s, half_chunk()});
+    else if (gradients || !tiles)
+      taken.logits = stack.take(hidden.dtype, {s, (v + 7) / 8 * 8});
+    if (sums > 0 || parts > 0) taken.sums = stack.take(DType::f32, {s, std::max(sums, parts)});
+    if (halves && gradients) taken.done = stack.take(DType::i32, {(V + half_chunk() - 1) / half_chunk(), 3});
     return taken;
   }
 };

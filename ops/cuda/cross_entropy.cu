@@ -1,11 +1,12 @@
-// cross_entropy.cu -- blocks of tokens by vocabulary: products by cuBLASLt, statistics and gradients of a block in one pass of a
-// row. One block over the whole vocabulary keeps its logits (three products); smaller ones are computed again once the sums are
-// known.
+// cross_entropy.cu -- blocks of tokens by vocabulary. Dense bf16 goes to ops/cuda/cross_entropy_tiles.h; the rest is multiplied by
+// cuBLASLt, with statistics and gradients of a block in one pass of a row. One block over the whole vocabulary keeps its logits
+// (three products); smaller ones are computed again once the sums are known.
 #include <algorithm>
 
 #include "ops/cross_entropy.h"
 #include "ops/cuda/arithmetic.cuh"
 #include "ops/cuda/blas.h"
+#include "ops/cuda/cross_entropy_tiles.h"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/rows.cuh"
 
@@ -34,9 +35,8 @@ struct Sum {
   }
 };
 
-// The sum of all threads, in every thread, in a fixed order.
-__device__ Sum block_total(Sum mine) {
-  __shared__ Sum of_warp[kWarp];
+// The sum of all lanes, in every lane, in a fixed order.
+__device__ Sum warp_total(Sum mine) {
   for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
     Sum other;
     other.top = __shfl_xor_sync(0xffffffffU, mine.top, lanes);
@@ -46,6 +46,13 @@ __device__ Sum block_total(Sum mine) {
     first.add(threadIdx.x & lanes ? mine : other);
     mine = first;
   }
+  return mine;
+}
+
+// The sum of all threads, in every thread, in a fixed order.
+__device__ Sum block_total(Sum mine) {
+  __shared__ Sum of_warp[kWarp];
+  mine = warp_total(mine);
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = mine;
   __syncthreads();  // waits for every warp's sum
   Sum total = of_warp[0];
@@ -53,9 +60,7 @@ __device__ Sum block_total(Sum mine) {
   return total;
 }
 
-struct Rows {
-  const std::int32_t* labels;  // of the block's tokens
-  float *top, *sum, *label_logit;
+struct Rows : LossRows {
   std::int64_t first, width, stride;  // vocabulary rows of this block, and elements between rows of logits
 };
 
@@ -97,6 +102,18 @@ __global__ void cross_entropy_forward_sums_kernel(const T* __restrict__ logits, 
   r.top[t] = total.top;
   r.sum[t] = total.sum;
   if (r.first <= label && label < r.first + r.width) r.label_logit[t] = to_float(row[label - r.first]);
+}
+
+// grid (blocks of kThreads), a warp a token: its sums over all parts of the vocabulary.
+__global__ void cross_entropy_forward_parts_kernel(const Sum* __restrict__ parts, LossRows r, std::int64_t s, std::int64_t count) {
+  const std::int64_t t = (std::int64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
+  if (t >= s || r.labels[t] == CrossEntropy::kIgnored) return;
+  Sum mine;
+  for (std::int64_t i = threadIdx.x % kWarp; i < count; i += kWarp) mine.add(parts[t * count + i]);
+  mine = warp_total(mine);
+  if (threadIdx.x % kWarp != 0) return;
+  r.top[t] = mine.top;
+  r.sum[t] = mine.sum;
 }
 
 // grid (s), block (kThreads): logits of a token become gradients in place; zeros for an ignored one. kWhole: its sums are made
@@ -149,7 +166,7 @@ __global__ void cross_entropy_forward_hidden_kernel(const T* __restrict__ hidden
 }
 
 // one block (kThreads): loss += the sum over labelled tokens of log sum exp - the label's logit, in f64 and a fixed order
-__global__ void cross_entropy_forward_loss_kernel(Rows r, std::int64_t s, float* loss) {
+__global__ void cross_entropy_forward_loss_kernel(LossRows r, std::int64_t s, float* loss) {
   __shared__ double parts[kThreads];
   double mine = 0;
   for (std::int64_t t = threadIdx.x; t < s; t += kThreads)
@@ -179,55 +196,94 @@ class Loss {
         a_(a),
         s_(s),
         type_(a.hidden.dtype),
+        tiles_(a.on_tensor_cores()),
         D(a.hidden.shape[1]),
         V(a.weight.shape[0]),
         chunk_(std::min(a.vocab_chunk, V)) {}
 
   void run() {
-    const std::int64_t T_ = a_.hidden.shape[0], most = s_.hidden.shape[0];
+    const std::int64_t T_ = a_.hidden.shape[0], most = s_.running.shape[1];
     for (std::int64_t t = 0; t < T_; t += most) block(t, std::min(most, T_ - t));
   }
 
  private:
   void block(std::int64_t begin, std::int64_t s) {
-    const auto* labels = a_.labels.as<std::int32_t>() + begin;
     float* running = s_.running.as<float>();
-    rows_ = {labels, running, running + s, running + 2 * s, 0, chunk_, s_.logits.shape[1]};
-    launch(ctx_, cross_entropy_forward_hidden_kernel<D_>, Grid(blocks(s, 1), kThreads), device_pointer<T>(a_.hidden) + begin * D,
-           labels, device_pointer<T>(s_.hidden), D);
-    const bool whole = chunk_ == V;
-    if (whole && a_.dhidden.present()) {
-      logits(s, 0, V);
-      launch(ctx_, cross_entropy_backward_kernel<D_, true>, Grid(blocks(s, 1), kThreads), device_pointer<T>(s_.logits), rows_,
-             float(a_.gradient_scale));
-      gradients(begin, s);
+    rows_ = {{a_.labels.as<std::int32_t>() + begin, running, running + s, running + 2 * s}, 0, V, 0};
+    hidden_ = a_.hidden.rows(begin, begin + s);
+    const bool gradients = a_.dhidden.present(), keeps = gradients && chunk_ == V;
+    Tensor dhidden;
+    if (gradients) {
+      dhidden = a_.dhidden.rows(begin, begin + s);
+      launch(ctx_, cross_entropy_forward_hidden_kernel<D_>, Grid(blocks(s, 1), kThreads), device_pointer<T>(hidden_), rows_.labels,
+             device_pointer<T>(dhidden), D);
+      hidden_ = dhidden;
+    }
+    if (tiles_) {
+      on_tensor_cores(dhidden, add_dweight(begin));
     } else {
-      for (std::int64_t v = 0; v < V; v += chunk_) {
-        logits(s, v, std::min(chunk_, V - v));
-        launch(ctx_, cross_entropy_forward_sums_kernel<D_>, Grid(blocks(s, 1), kThreads), device_pointer<T>(ConstTensor(s_.logits)),
-               rows_);
+      if (!keeps) sums();
+      for (std::int64_t v = 0; gradients && v < V; v += chunk_) {
+        cut(v, std::min(chunk_, V - v));
+        logits();
+        logit_gradients(keeps);
+        products(s_.sums.present() ? sums_of(dhidden) : dhidden, add_dweight(begin));
       }
     }
     launch(ctx_, cross_entropy_forward_loss_kernel, Grid(1, kThreads), rows_, s, a_.loss.as<float>());
-    if (whole || !a_.dhidden.present()) return;
-    for (std::int64_t v = 0; v < V; v += chunk_) {
-      logits(s, v, std::min(chunk_, V - v));
-      launch(ctx_, cross_entropy_backward_kernel<D_, false>, Grid(blocks(s, 1), kThreads), device_pointer<T>(s_.logits), rows_,
-             float(a_.gradient_scale));
-      gradients(begin, s);
-    }
-    launch(ctx_, cross_entropy_backward_round_kernel<D_>, Grid(blocks(s * D, kThreads), kThreads), s_.dhidden.as<float>(),
-           device_pointer<T>(a_.dhidden) + begin * D, s * D);
+    if (gradients && s_.sums.present())
+      launch(ctx_, cross_entropy_backward_round_kernel<D_>, Grid(blocks(s * D, kThreads), kThreads), s_.sums.as<float>(),
+             device_pointer<T>(dhidden), s * D);
   }
 
-  void logits(std::int64_t s, std::int64_t first, std::int64_t width) {
+  // The words that are looked at next.
+  void cut(std::int64_t first, std::int64_t width) {
     rows_.first = first;
     rows_.width = width;
-    ctx_.blas->run(ctx_, {.m = s,
-                          .n = width,
+    rows_.stride = (width + 7) / 8 * 8;
+  }
+  ConstTensor words() const { return a_.weight.rows(rows_.first, rows_.first + rows_.width); }
+  bool add_dweight(std::int64_t begin) const { return !a_.write_dweight || begin > 0; }
+  Tensor sums_of(Tensor dhidden) const { return {s_.sums.data, DType::f32, dhidden.shape}; }
+
+  // All products of a block of tokens by kernels of our own; without dhidden only what the loss needs.
+  void on_tensor_cores(Tensor dhidden, bool add) {
+    const std::int64_t s = hidden_.shape[0], parts = (V + CrossEntropy::kWordsOfPart - 1) / CrossEntropy::kWordsOfPart;
+    const LossBlock block{hidden_, a_.weight, rows_};
+    const bool gradients = dhidden.present(), keeps = gradients && chunk_ == V;
+    cut(0, V);
+    const Tensor g = keeps ? Tensor(s_.logits.data, type_, {s, rows_.stride}) : s_.logits;
+    loss_logits(ctx_, block, s_.sums.as<float>(), keeps ? g : Tensor{});
+    launch(ctx_, cross_entropy_forward_parts_kernel, Grid(blocks(s * kWarp, kThreads), kThreads),
+           reinterpret_cast<const Sum*>(s_.sums.data), rows_, s, parts);
+    if (keeps) logit_gradients(false);
+    if (gradients)
+      loss_gradients(ctx_, block,
+                     {.g = g,
+                      .done = s_.done,
+                      .chunk = a_.half_chunk(),
+                      .scale = float(a_.gradient_scale),
+                      .dhidden = sums_of(dhidden),
+                      .dweight = a_.dweight,
+                      .add_dweight = add});
+  }
+
+  // The statistics of every token over the whole vocabulary.
+  void sums() {
+    for (std::int64_t v = 0; v < V; v += chunk_) {
+      cut(v, std::min(chunk_, V - v));
+      logits();
+      launch(ctx_, cross_entropy_forward_sums_kernel<D_>, Grid(blocks(hidden_.shape[0], 1), kThreads),
+             device_pointer<T>(ConstTensor(s_.logits)), rows_);
+    }
+  }
+
+  void logits() {
+    ctx_.blas->run(ctx_, {.m = hidden_.shape[0],
+                          .n = rows_.width,
                           .k = D,
-                          .a = s_.hidden.data,
-                          .b = device_pointer<T>(a_.weight) + first * D,
+                          .a = hidden_.data,
+                          .b = words().data,
                           .c = s_.logits.data,
                           .a_type = type_,
                           .b_type = type_,
@@ -238,46 +294,54 @@ class Loss {
                           .transpose_b = true});
   }
 
-  // From the gradients that stand in the place of the logits.
-  void gradients(std::int64_t begin, std::int64_t s) {
-    const bool whole = chunk_ == V;
-    void* dh = whole ? static_cast<void*>(device_pointer<T>(a_.dhidden) + begin * D) : s_.dhidden.data;
-    ctx_.blas->run(ctx_, {.m = s,
+  // Leaves gradients in the place of the logits; `sums`: makes the statistics first.
+  void logit_gradients(bool sums) {
+    const Grid grid(blocks(hidden_.shape[0], 1), kThreads);
+    launch(ctx_, sums ? cross_entropy_backward_kernel<D_, true> : cross_entropy_backward_kernel<D_, false>, grid,
+           device_pointer<T>(s_.logits), rows_, float(a_.gradient_scale));
+  }
+
+  // What the block adds to dhidden, and to dweight before dhidden may take the place of hidden.
+  void products(Tensor dhidden, bool add_dweight) {
+    const Tensor dweight = a_.dweight.present() ? a_.dweight.rows(rows_.first, rows_.first + rows_.width) : Tensor{};
+    if (dweight.present())
+      ctx_.blas->run(ctx_, {.m = rows_.width,
+                            .n = D,
+                            .k = hidden_.shape[0],
+                            .a = s_.logits.data,
+                            .b = hidden_.data,
+                            .c = dweight.data,
+                            .a_type = type_,
+                            .b_type = type_,
+                            .c_type = DType::f32,
+                            .lda = rows_.stride,
+                            .ldb = D,
+                            .ldc = D,
+                            .transpose_a = true,
+                            .beta = float(add_dweight)});
+    ctx_.blas->run(ctx_, {.m = hidden_.shape[0],
                           .n = D,
                           .k = rows_.width,
                           .a = s_.logits.data,
-                          .b = device_pointer<T>(a_.weight) + rows_.first * D,
-                          .c = dh,
+                          .b = words().data,
+                          .c = dhidden.data,
                           .a_type = type_,
                           .b_type = type_,
-                          .c_type = whole ? type_ : DType::f32,
+                          .c_type = dhidden.dtype,
                           .lda = rows_.stride,
                           .ldb = D,
                           .ldc = D,
                           .beta = rows_.first > 0 ? 1.0F : 0.0F});
-    if (!a_.dweight.present()) return;
-    ctx_.blas->run(ctx_, {.m = rows_.width,
-                          .n = D,
-                          .k = s,
-                          .a = s_.logits.data,
-                          .b = s_.hidden.data,
-                          .c = a_.dweight.as<float>() + rows_.first * D,
-                          .a_type = type_,
-                          .b_type = type_,
-                          .c_type = DType::f32,
-                          .lda = rows_.stride,
-                          .ldb = D,
-                          .ldc = D,
-                          .transpose_a = true,
-                          .beta = a_.write_dweight && begin == 0 ? 0.0F : 1.0F});
   }
 
   Context& ctx_;
   const CrossEntropy& a_;
   const CrossEntropy::DeviceScratch& s_;
   DType type_;
+  bool tiles_;
   std::int64_t D, V, chunk_;
-  Rows rows_{};
+  Rows rows_{};         // of the block of tokens, and of words
+  ConstTensor hidden_;  // of the block, those of ignored tokens zero where gradients are wanted
 };
 
 }  // namespace

@@ -341,6 +341,35 @@ TEST_CASE("cross_entropy on CUDA is within rounding of the f64 reference, howeve
       }
 }
 
+TEST_CASE("cross_entropy on CUDA is within rounding of the f64 reference over many tiles", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  struct Cut {
+    std::int64_t seq, vocab;
+  };
+  Bench b(49);
+  const Case c = make(b, DType::bf16, 700, 3001, 328, 7, 0.3);
+  const Case wide{b.as(DType::f64, c.hidden), b.as(DType::f64, c.weight), c.labels};
+  const Results want = run(b, wide, 700, 3001, 0.25);
+  for (const auto [seq, vocab] : {Cut{700, 3001}, Cut{290, 3001}, Cut{700, 1100}, Cut{290, 520}}) {
+    CAPTURE(seq, vocab);
+    check_same(on_cuda(b, c, seq, vocab, 0.25), want, 2e-2, 2e-2);
+  }
+}
+
+TEST_CASE("cross_entropy on CUDA gives no probability to lanes past the vocabulary", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  Bench b(50);
+  // every logit -512, which bf16 holds: a lane of zeros would take all the probability
+  const auto noise = b.normal(DType::bf16, {1009, 8});
+  const Case c{b.filled(DType::bf16, {3, 8}, [](std::int64_t i) { return i % 8 == 0 ? 64.0 : 0.0; }),
+               b.filled(DType::bf16, {1009, 8}, [&](std::int64_t i) { return i % 8 == 0 ? -8.0 : Bench::get(noise, i); }),
+               b.of(DType::i32, {3}, {0, 700, 1008})};
+  for (const std::int64_t vocab : {1009, 1000, 300}) {
+    CAPTURE(vocab);
+    check_same(on_cuda(b, c, 2, vocab, 0.25), plain(b, c, 0.25), 1e-2, 1e-2);
+  }
+}
+
 namespace {
 void write_dweight(ops::Context& ctx, const Case& c, const Results& to) {
   ops::cross_entropy(ctx, ops::CrossEntropy{.hidden = c.hidden,
@@ -369,7 +398,8 @@ TEST_CASE("cross_entropy on CUDA that writes dweight does not read what it held"
   Bench b(48);
   test::DeviceBench device;
   const Case c = make(b, DType::f32, 10, 37, 6, 3);
-  const Results to{device.copy(b.zeros(DType::f32, {1})), device.empty(DType::f32, c.hidden.shape), device.empty(DType::f32, c.weight.shape)};
+  const Results to{device.copy(b.zeros(DType::f32, {1})), device.empty(DType::f32, c.hidden.shape),
+                   device.empty(DType::f32, c.weight.shape)};
   write_dweight(device.context(), {device.copy(c.hidden), device.copy(c.weight), device.copy(c.labels)}, to);
   CHECK(difference(device.to_host(b, to.dweight), run(b, c, 4, 16).dweight, 2e-5) == "");
 }
