@@ -88,12 +88,12 @@ struct IndexerLoss {
   // once, four a multiprocessor of an H200; scores of a row that a block on tensor cores holds itself.
   static constexpr std::int64_t kBlocks = 528, kHeldScores = 8192;
   struct Scratch {
-    Tensor row_loss;                        // (T)
-    Tensor scores;                          // (rows or blocks, W)
-    Tensor u, slots;                        // (rows, J, W) and (T, rows)
-    Tensor pairs;                           // on tensor cores: (rows, W, 64) bf16, and
-    Tensor listed, counts, bounds, target;  // the positions of each row in order, and their target
-    Tensor dk;                              // (T, H), on tensor cores (parts, T, H)
+    Tensor row_loss;                              // (T)
+    Tensor scores;                                // (rows or blocks, W)
+    Tensor u, slots;                              // (rows, J, W) and (T, rows)
+    Tensor pairs;                                 // on tensor cores: (rows, W, 64) bf16, and
+    Tensor listed, counts, sets, starts, target;  // the positions of each row, and their target
+    Tensor dk;                                    // (T, H), on tensor cores (parts, T, H)
   };
   Scratch take_scratch(Context& ctx) const {
     if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
@@ -115,7 +115,8 @@ struct IndexerLoss {
             .pairs = ctx.scratch.take(DType::bf16, {dq.present() ? rows : 0, W, kHeads}),
             .listed = ctx.scratch.take(DType::i32, {rows, W}),
             .counts = ctx.scratch.take(DType::i32, {rows}),
-            .bounds = ctx.scratch.take(DType::i32, {rows, cuda::key_ranges(T) + 1}),
+            .sets = ctx.scratch.take(DType::i32, {rows, cuda::key_words(T)}),
+            .starts = ctx.scratch.take(DType::i32, {rows, cuda::key_words(T) + 1}),
             .target = ctx.scratch.take(DType::f32, {indices.present() ? rows : 0, W}),
             .dk = ctx.scratch.take(DType::f32, {cuda::key_parts(T, H / 64), keys, H})};
   }

@@ -70,10 +70,10 @@ struct SparseAttentionForward {
   ConstTensor k_extra;   // (T, He), shared by all heads; He may be 0
   ConstTensor indices;   // (T, K) i32, positions in 0..T-1 of the same document; -1: empty slot
   double scale;
-  Tensor o_latent;                           // (T, N, C)
-  Tensor lse;                                // (T, N) real; kept for backward
-  Tensor probability;                        // (T, K) real, mean over heads, 0 at empty slots; absent: not wanted
-  static constexpr bool dry_on_cpu = true;   // ops/context.h
+  Tensor o_latent;                          // (T, N, C)
+  Tensor lse;                               // (T, N) real; kept for backward
+  Tensor probability;                       // (T, K) real, mean over heads, 0 at empty slots; absent: not wanted
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
   // Of the CUDA backend: blocks at once, four a multiprocessor of an H200, and heads whose scores a block's query has at once.
   static constexpr std::int64_t kBlocks = 528, kHeads = 8;
   Tensor take_scratch(Context& ctx) const {
@@ -106,11 +106,11 @@ struct SparseAttentionBackward {
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   // Of the CUDA backend, which holds some rows of queries at a time: the probabilities and the gradients of scores of their pairs.
   struct Scratch {
-    Tensor p, dz;                   // (rows, N, K)
-    Tensor slots;                   // (T, rows)
-    Tensor pairs;                   // on tensor cores: (rows, K, 128) bf16, of 64 heads, and
-    Tensor listed, counts, bounds;  // the positions of each row in order
-    Tensor sums;                    // (T, C + He), on tensor cores (parts, T, C + He)
+    Tensor p, dz;                         // (rows, N, K)
+    Tensor slots;                         // (T, rows)
+    Tensor pairs;                         // on tensor cores: (rows, K, 128) bf16, of 64 heads, and
+    Tensor listed, counts, sets, starts;  // the positions of each row in order
+    Tensor sums;                          // (T, C + He), on tensor cores (parts, T, C + He)
   };
   Scratch take_scratch(Context& ctx) const {
     if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
@@ -128,7 +128,8 @@ struct SparseAttentionBackward {
     return {.pairs = ctx.scratch.take(DType::bf16, {rows, K, kPair}),
             .listed = ctx.scratch.take(DType::i32, {rows, K}),
             .counts = ctx.scratch.take(DType::i32, {rows}),
-            .bounds = ctx.scratch.take(DType::i32, {rows, cuda::key_ranges(T) + 1}),
+            .sets = ctx.scratch.take(DType::i32, {rows, cuda::key_words(T)}),
+            .starts = ctx.scratch.take(DType::i32, {rows, cuda::key_words(T) + 1}),
             .sums = ctx.scratch.take(DType::f32, {cuda::key_parts(T, width / 64), T, width})};
   }
   void check_shapes() const {

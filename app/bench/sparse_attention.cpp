@@ -80,7 +80,8 @@ void bench_sparse_attention(const Ceilings& ceilings, const Report& report) {
       const Tensor pair_products = b.normal(bf16, {rows, K, 128}), sums = b.zeros(f32, {parts, T, C + He});
       const ops::cuda::KeyLists lists{.listed = b.empty(DType::i32, {rows, K}).as<std::int32_t>(),
                                       .counts = b.empty(DType::i32, {rows}).as<std::int32_t>(),
-                                      .bounds = b.empty(DType::i32, {rows, ops::cuda::key_ranges(T) + 1}).as<std::int32_t>(),
+                                      .sets = b.empty(DType::i32, {rows, ops::cuda::key_words(T)}).as<std::int32_t>(),
+                                      .starts = b.empty(DType::i32, {rows, ops::cuda::key_words(T) + 1}).as<std::int32_t>(),
                                       .rows = rows,
                                       .K = K,
                                       .keys = T};
@@ -96,6 +97,7 @@ void bench_sparse_attention(const Ceilings& ceilings, const Report& report) {
                                                                                 .both = 8,
                                                                                 .first = Hq - He,
                                                                                 .panels = 9,
+                                                                                .reach = T,
                                                                                 .sums = sums.as<float>()});
                     }));
     }

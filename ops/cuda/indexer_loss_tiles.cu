@@ -1,6 +1,6 @@
 // indexer_loss_tiles.cu -- the indexer's loss and its gradients for bf16 heads of 128 on the tensor cores of sm_90a. A block takes
 // one query and walks twice over its keys, 64 at a time, gathered into shared memory: for the scores, and, once their softmax is
-// known, for du, which it multiplies with the keys at once and leaves to key_tiles.cu for the sums by key, 128 bytes a pair.
+// known, for du, which it multiplies with the keys at once and leaves to key_tiles.h for the sums by key, 128 bytes a pair.
 #include <algorithm>
 
 #include "ops/cuda/arithmetic.cuh"
@@ -236,10 +236,15 @@ __global__ void __launch_bounds__(kThreads, kHeads == 32 ? 2 : 1) index_loss_ker
 // grid (rows), any block: rows that list all causal keys of their documents
 __global__ void list_causal_kernel(const DocumentList documents, const KeyLists to, std::int64_t begin) {
   const std::int64_t row = blockIdx.x, t = begin + row, first = documents.first_of(t), count = t - first + 1;
-  const std::int64_t ranges = (to.keys + kKeyRange - 1) / kKeyRange;
+  const std::int64_t words = (to.keys + kKeyRange - 1) / kKeyRange * kRangeWords;
   for (std::int64_t k = threadIdx.x; k < count; k += blockDim.x) to.listed[row * to.K + k] = std::int32_t(first + k);
-  for (std::int64_t r = threadIdx.x; r <= ranges; r += blockDim.x)
-    to.bounds[row * (ranges + 1) + r] = std::int32_t(min(max(r * kKeyRange - first, std::int64_t(0)), count));
+  const auto before = [&](std::int64_t word) { return std::int32_t(min(max(32 * word - first, std::int64_t(0)), count)); };
+  for (std::int64_t w = threadIdx.x; w <= words; w += blockDim.x) {
+    to.starts[row * (words + 1) + w] = before(w);
+    if (w == words) continue;
+    const int filled = before(w + 1) - before(w), above = t / 32 == w ? 31 - int(t % 32) : 0;  // a run of bits that ends at t or 31
+    to.sets[row * words + w] = filled == 0 ? 0 : std::int32_t(0xffffffffU >> (32 - filled) << (32 - filled - above));
+  }
   if (threadIdx.x == 0) to.counts[row] = std::int32_t(count);
 }
 
@@ -263,7 +268,8 @@ void index_loss_tiles(Context& ctx, const IndexerLoss& a, const IndexerLoss::Scr
   for (std::int64_t begin = 0; begin < T; begin += chunk) {
     const KeyLists lists{.listed = scratch.listed.as<std::int32_t>(),
                          .counts = scratch.counts.as<std::int32_t>(),
-                         .bounds = scratch.bounds.as<std::int32_t>(),
+                         .sets = scratch.sets.as<std::int32_t>(),
+                         .starts = scratch.starts.as<std::int32_t>(),
                          .rows = std::min(chunk, T - begin),
                          .K = W,
                          .keys = T};
@@ -293,6 +299,7 @@ void index_loss_tiles(Context& ctx, const IndexerLoss& a, const IndexerLoss::Scr
                                   .pairs = scratch.pairs,
                                   .value2 = a.q.rows(begin, begin + lists.rows),
                                   .panels = kPanels,
+                                  .reach = begin + lists.rows,
                                   .sums = sums});
   }
   if (gradients) store_sums(ctx, sums, device_pointer<bf16>(a.dk), scratch.dk.shape[0], T, kWidth, 0, kWidth);

@@ -1,6 +1,7 @@
-// key_tiles.cu -- sums over keys on the tensor cores of sm_90a. By count shared memory bounds it: a tile of 64 pairs by 64
-// columns is written there (16 KB), read by the product (16 KB, and its values 16 KB), and its sums are read and written (16 KB
-// each); from L2 come each pair's 256 bytes once a cluster of panels and each row's values once a range of keys.
+// key_tiles.cu -- sums over keys on the tensor cores of sm_90a, where rows list few of the keys. By count shared memory bounds it:
+// a tile of 64 pairs by 64 columns is written there (16 KB), read by the product (16 KB, and its values 16 KB), and its sums are
+// read and written (16 KB each); from L2 come each pair's 256 bytes once a cluster of panels and each row's values once a range of
+// keys.
 #include "ops/cuda/key_tiles.h"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/rows.cuh"
@@ -20,8 +21,7 @@ __global__ void list_keys_kernel(const std::int32_t* __restrict__ indices, const
   extern __shared__ std::uint32_t set[];
   __shared__ int of_warp[kListThreads / kWarp];
   const std::int64_t row = blockIdx.x;
-  const int words = int((to.keys + 31) / 32), each = (words + kListThreads - 1) / kListThreads,
-            ranges = int((to.keys + kKeyRange - 1) / kKeyRange);
+  const int words = int((to.keys + kKeyRange - 1) / kKeyRange * kRangeWords), each = (words + kListThreads - 1) / kListThreads;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   for (int w = threadIdx.x; w < words; w += kListThreads) set[w] = 0;
   __syncthreads();  // waits for the empty set
@@ -47,9 +47,9 @@ __global__ void list_keys_kernel(const std::int32_t* __restrict__ indices, const
     place += w < warp ? of_warp[w] : 0;
     total += of_warp[w];
   }
-  constexpr int kRangeWords = kKeyRange / 32;
   for (int w = begin; w < end; ++w) {
-    if (w % kRangeWords == 0) to.bounds[row * (ranges + 1) + w / kRangeWords] = place;
+    to.sets[row * words + w] = std::int32_t(set[w]);
+    to.starts[row * (words + 1) + w] = place;
     if (values) set[words + w] = std::uint32_t(place);
     for (std::uint32_t bits = set[w]; bits != 0; bits &= bits - 1) to.listed[row * to.K + place++] = 32 * w + __ffs(int(bits)) - 1;
   }
@@ -62,7 +62,7 @@ __global__ void list_keys_kernel(const std::int32_t* __restrict__ indices, const
       turned[row * to.K + set[words + at / 32] + __popc(set[at / 32] & ((1U << at % 32) - 1))] = values[row * to.K + k];
     }
   }
-  if (threadIdx.x == 0) to.counts[row] = to.bounds[row * (ranges + 1) + ranges] = total;
+  if (threadIdx.x == 0) to.counts[row] = to.starts[row * (words + 1) + words] = total;
 }
 
 // ---- sums
@@ -84,10 +84,10 @@ struct Layout {  // of shared memory, in bytes from its start
 static_assert(Layout::bytes <= 227 << 10);
 
 struct Sums {
-  const std::int32_t *listed, *bounds;
+  const std::int32_t *listed, *starts;
   float* sums;
-  std::int64_t rows, K, keys, width;
-  int ranges, head, both, first;
+  std::int64_t rows, K, keys, width, words;
+  int head, both, first;
 };
 
 // Where column c (even) of a key's sums lies. A thread's share of a product, two columns of every eight, comes to lie in fours; and
@@ -111,8 +111,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   const std::int64_t first_key = std::int64_t(range) * kKeyRange;
   const auto segment_of = [&](int row) {
     if (row >= end_row) return make_int2(0, 0);
-    const std::int32_t* const bounds = a.bounds + std::int64_t(row) * (a.ranges + 1) + range;
-    return make_int2(bounds[0], bounds[1]);
+    const std::int32_t* const starts = a.starts + row * (a.words + 1) + range * kRangeWords;
+    return make_int2(starts[0], starts[kRangeWords]);
   };
   int any = 0;
   for (int row = first_row + int(threadIdx.x); row < end_row; row += kThreads) {
@@ -277,7 +277,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 
 void list_keys(Context& ctx, const std::int32_t* indices, const KeyLists& to, const float* values, float* turned) {
   check(to.keys <= kMostListedKeys, "key_tiles: more keys than a block's memory has bits for", {{"keys", to.keys}});
-  launch(ctx, list_keys_kernel, {blocks(to.rows, 1), dim3(kListThreads), std::size_t((to.keys + 31) / 32 * (values ? 8 : 4))},
+  launch(ctx, list_keys_kernel, {blocks(to.rows, 1), dim3(kListThreads), std::size_t(key_words(to.keys) * (values ? 8 : 4))},
          indices, to, values, turned);
 }
 
@@ -292,13 +292,13 @@ void run(Context& ctx, const KeyTiles& a) {
       ctx, key_tiles_kernel<kCluster>,
       {dim3(unsigned(a.panels), blocks(l.keys, kKeyRange), unsigned(key_parts(l.keys, a.panels))), dim3(kThreads), Layout::bytes},
       Sums{.listed = l.listed,
-           .bounds = l.bounds,
+           .starts = l.starts,
            .sums = a.sums,
            .rows = l.rows,
            .K = l.K,
            .keys = l.keys,
            .width = a.panels * kPanel,
-           .ranges = int(key_ranges(l.keys)),
+           .words = key_words(l.keys),
            .head = int(a.head),
            .both = int(a.both),
            .first = int(a.first)},
@@ -308,6 +308,9 @@ void run(Context& ctx, const KeyTiles& a) {
 
 void sum_key_tiles(Context& ctx, const KeyTiles& a) {
   if (a.lists.rows == 0 || a.lists.keys == 0 || a.lists.K == 0) return;
+  // a key that a row does not list costs a product as much as one listed, and a pair of a tile eight times that (on an H200)
+  constexpr std::int64_t kPairCost = 8;
+  if (a.reach <= kPairCost * a.lists.K) return sum_key_products(ctx, a);
   a.panels % 3 == 0 ? run<3>(ctx, a) : a.panels % 2 == 0 ? run<2>(ctx, a) : run<1>(ctx, a);
 }
 

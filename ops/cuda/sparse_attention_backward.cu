@@ -1,7 +1,7 @@
 // sparse_attention_backward.cu -- bf16, latent 512 and extra 64 on the tensor cores of sm_90a. For some rows of queries at a time:
 // the positions of each in order; then a block takes 64 heads of one query as in forward (one warpgroup gathers keys, one makes
 // probabilities p and gradients of scores dz, two add dz's products with five and four panels of columns) and leaves p and dz, 256
-// bytes a pair of query and key, to key_tiles.cu, which adds them up by key. 64 heads by 2048 keys are 524 KB a query: what is held
+// bytes a pair of query and key, to key_tiles.h, which adds them up by key. 64 heads by 2048 keys are 524 KB a query: what is held
 // is bounded by the rows, not by T; no sum is ever exchanged between blocks in an order that timing could change.
 #include "ops/cuda/key_sums.cuh"
 #include "ops/cuda/key_tiles.h"
@@ -200,7 +200,8 @@ void sparse_attention_tiles(Context& ctx, const SparseAttentionBackward& a) {
   for (std::int64_t begin = 0; begin < in.T; begin += chunk) {
     const KeyLists lists{.listed = scratch.listed.as<std::int32_t>(),
                          .counts = scratch.counts.as<std::int32_t>(),
-                         .bounds = scratch.bounds.as<std::int32_t>(),
+                         .sets = scratch.sets.as<std::int32_t>(),
+                         .starts = scratch.starts.as<std::int32_t>(),
                          .rows = std::min(chunk, in.T - begin),
                          .K = in.K,
                          .keys = in.T};
@@ -227,6 +228,7 @@ void sparse_attention_tiles(Context& ctx, const SparseAttentionBackward& a) {
                                   .both = kLatentPanels,
                                   .first = in.Hq - kExtra,
                                   .panels = kPanels,
+                                  .reach = begin + lists.rows,
                                   .sums = sums});
     }
   }

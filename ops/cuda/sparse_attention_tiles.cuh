@@ -117,17 +117,6 @@ __device__ inline void store_transposed(const float (&x)[kKeys / 2], std::uint32
   }
 }
 
-// Rows of 16-byte pieces from sums: each lane of four ends with a whole piece of the four that they hold a quarter of each.
-__device__ inline uint4 whole_piece(std::uint32_t x0, std::uint32_t x1, std::uint32_t x2, std::uint32_t x3, int lane) {
-  const bool odd = lane & 1, upper = lane & 2;
-  const std::uint32_t a = __shfl_xor_sync(0xffffffffU, odd ? x0 : x1, 1), b = __shfl_xor_sync(0xffffffffU, odd ? x2 : x3, 1);
-  (odd ? x0 : x1) = a;
-  (odd ? x2 : x3) = b;
-  const std::uint32_t c = __shfl_xor_sync(0xffffffffU, upper ? x0 : x2, 2), d = __shfl_xor_sync(0xffffffffU, upper ? x1 : x3, 2);
-  (upper ? x0 : x2) = c;
-  (upper ? x1 : x3) = d;
-  return make_uint4(x0, x1, x2, x3);
-}
 // Panel `panel` of a thread's sums (64 heads by panels of 64 columns) times factor[h], to rows first_row and first_row + 8 where
 // they are below `rows`; to: the panel's first column of row 0.
 template <int kCount>

@@ -105,6 +105,15 @@ __device__ inline void copy_box_to(std::uint16_t mask, std::uint32_t to, const C
       : "memory");
 }
 
+__device__ inline void copy_box_to(std::uint16_t mask, std::uint32_t to, const CUtensorMap* map, std::uint32_t barrier, int x,
+                                   int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%4, %5, %6}], "
+      "[%2], %3;" ::"r"(to),
+      "l"(map), "r"(barrier), "h"(mask), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
 // Queues a box to be written, as part of the next group of this thread.
 __device__ inline void store_box(const CUtensorMap* map, std::uint32_t from, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from), "r"(x),

@@ -193,4 +193,15 @@ __device__ void wgmma(float (&sums)[kCount], std::uint64_t a, std::uint64_t b) {
         : "l"(a), "l"(b), "n"(int(kA)), "n"(int(kB)));
 }
 
+// Four lanes exchange: each ends with a whole 16-byte piece of the four that they hold a quarter of each, and the other way round.
+__device__ inline uint4 whole_piece(std::uint32_t x0, std::uint32_t x1, std::uint32_t x2, std::uint32_t x3, int lane) {
+  const bool odd = lane & 1, upper = lane & 2;
+  const std::uint32_t a = __shfl_xor_sync(0xffffffffU, odd ? x0 : x1, 1), b = __shfl_xor_sync(0xffffffffU, odd ? x2 : x3, 1);
+  (odd ? x0 : x1) = a;
+  (odd ? x2 : x3) = b;
+  const std::uint32_t c = __shfl_xor_sync(0xffffffffU, upper ? x0 : x2, 2), d = __shfl_xor_sync(0xffffffffU, upper ? x1 : x3, 2);
+  (upper ? x0 : x2) = c;
+  (upper ? x1 : x3) = d;
+  return make_uint4(x0, x1, x2, x3);
+}
 }  // namespace moetrain::ops::cuda
