@@ -82,6 +82,8 @@ __device__ std::uint32_t key_of(float score) {
   return bits & 0x80000000U ? ~bits : bits | 0x80000000U;
 }
 
+__device__ float score_of(std::uint32_t key) { return __uint_as_float(key & 0x80000000U ? key ^ 0x80000000U : ~key); }
+
 // Sorts `size` (a power of two, at least kSegment) ranks from the largest down. All threads of the block; bitonic: strides below
 // kSegment in the registers of a warp, four neighbours a lane.
 __device__ void sort_ranks(std::uint64_t* ranks, std::int64_t size) {
@@ -131,14 +133,13 @@ __device__ void sort_ranks(std::uint64_t* ranks, std::int64_t size) {
   }
 }
 
-constexpr std::int64_t kMostHeld = 16384;  // scores of a row that a block holds; of longer rows they are read again and again
-constexpr int kMostInBin = 32;             // ranks of a bin that are put in order one by one
+constexpr int kMostInBin = 64;              // ranks of a bin that are put in order one by one
+constexpr std::int64_t kMostBinned = 8192;  // ranks of which a block's memory holds a second copy
 
-// grid (rows), block (kSelectThreads), shared 8 * size bytes where spill is null, and with kHeld 4 * longest: indices (K) of row
+// grid (rows), block (kSelectThreads), shared 8 * size bytes where spill is null, up to kMostBinned 16 * size: indices (K) of row
 // begin + blockIdx.x from its scores (longest). size: a power of two from kSegment on that holds min(K, longest); spill (rows,
 // size).
-template <bool kHeld>
-__global__ void __launch_bounds__(kSelectThreads, 3)
+__global__ void __launch_bounds__(kSelectThreads, 4)
     select_kernel(const float* __restrict__ scores, DocumentList documents, std::int32_t* __restrict__ indices,
                   std::uint64_t* __restrict__ spill, std::int64_t begin, std::int64_t longest, std::int64_t K, std::int64_t size) {
   extern __shared__ std::uint64_t in_shared[];
@@ -150,12 +151,9 @@ __global__ void __launch_bounds__(kSelectThreads, 3)
   const int lane = thread % kWarp, warp = thread / kWarp, highest_bin = kBins - 1 - thread * kEach;  // a thread's, going down
   const std::uint64_t places = (std::uint64_t(1) << place_bits) - 1;
   std::uint64_t* const ranks = spill ? spill + blockIdx.x * size : in_shared;
+  const bool has_copy = !spill && size <= kMostBinned;
   const float* const row = scores + blockIdx.x * longest;
-  auto* const keys = reinterpret_cast<std::uint32_t*>(in_shared + (spill ? 0 : size));
-  if (kHeld)
-    for (int s = thread; s < n; s += kSelectThreads) keys[s] = key_of(row[s]);  // until the first barrier each thread reads its own
-  const auto key_at = [&](int s) { return kHeld ? keys[s] : key_of(row[s]); };
-  const auto rank_at = [&](int s) { return std::uint64_t(key_at(s)) << place_bits | std::uint64_t(s); };
+  const auto rank_at = [&](int s) { return std::uint64_t(key_of(row[s])) << place_bits | std::uint64_t(s); };
   // The least and the greatest key over the block, to `lowest` and `highest`.
   const auto extremes = [&](std::uint32_t low, std::uint32_t high) {
     low = __reduce_min_sync(0xffffffffU, low), high = __reduce_max_sync(0xffffffffU, high);
@@ -174,20 +172,75 @@ __global__ void __launch_bounds__(kSelectThreads, 3)
     for (int w = 0; w < warp; ++w) before += of_warp[w];
     return before;
   };
+  const auto clear_bins = [&] {
+    for (int b = thread; b < kBins; b += kSelectThreads) bins[b] = 0;
+    __syncthreads();  // waits for empty bins
+  };
+  // From full bins: where each begins, the highest first. `found` becomes the bin of the last rank taken; is none too full from
+  // there up?
+  const auto begin_bins = [&] {
+    __syncthreads();  // waits for full bins
+    std::int32_t mine = 0;
+    for (int b = 0; b < kEach; ++b) mine += bins[highest_bin - b];
+    std::int32_t before = in_bins_before(mine);
+    bool crowded = false;
+    for (int b = 0; b < kEach; ++b) {
+      const std::int32_t count = bins[highest_bin - b];
+      bins[highest_bin - b] = before;
+      crowded |= before < taken && count > kMostInBin;
+      if (before < taken && taken <= before + count) found = std::uint32_t(highest_bin - b);
+      before += count;
+    }
+    return !__syncthreads_or(crowded);  // and waits for the beginnings
+  };
+  // Ranks in their bins, which hold where they end: each finds its place among those of its bin.
+  const auto order_bins = [&](const std::uint64_t* binned, auto bin_of) {
+    __syncthreads();  // waits for the ranks in their bins
+    for (int i = thread; i < bins[found]; i += kSelectThreads) {
+      const std::uint64_t rank = binned[i];
+      const int b = bin_of(rank), end = bins[b];
+      int at = b == kBins - 1 ? 0 : bins[b + 1];
+      for (int other = at; other < end; ++other) at += binned[other] > rank;
+      if (at < taken) indices[t * K + at] = std::int32_t(first + std::int64_t(rank & places));
+    }
+  };
   // How many bits from the lowest on tell ranks of keys in [lowest, highest] apart.
   const auto bits_apart = [&] {
     return 64 - __clzll(std::int64_t(std::uint64_t(lowest) << place_bits ^ (std::uint64_t(highest) << place_bits | places)));
   };
   if (thread == 0) lowest = 0xffffffffU, highest = 0, filled = 0;
+  for (std::int64_t i = taken + thread; i < K; i += kSelectThreads) indices[t * K + i] = -1;
   __syncthreads();  // waits for the starting values
+  std::uint32_t low = 0xffffffffU, high = 0;
+#pragma unroll 4
+  for (int s = thread; s < n; s += kSelectThreads) {
+    const std::uint32_t key = key_of(row[s]);
+    low = min(low, key), high = max(high, key);
+  }
+  extremes(low, high);
+  clear_bins();  // and waits for the extremes
+
+  // Bins of equal width in score: one count of them selects, and each rank taken is soon among its like.
+  const float bottom = score_of(lowest), steps = float(kBins - 1) / (score_of(highest) - bottom);
+  if (has_copy && isfinite(steps)) {
+    const auto bin_of = [&](float score) { return int((score - bottom) * steps); };  // rounding keeps the order
+#pragma unroll 4
+    for (int s = thread; s < n; s += kSelectThreads) atomicAdd(&bins[bin_of(row[s])], 1);
+    if (begin_bins()) {
+      const int last = int(found);
+#pragma unroll 4
+      for (int s = thread; s < n; s += kSelectThreads) {
+        const int b = bin_of(row[s]);
+        if (b >= last) in_shared[atomicAdd(&bins[b], 1)] = rank_at(s);
+      }
+      order_bins(in_shared, [&](std::uint64_t rank) { return bin_of(score_of(std::uint32_t(rank >> place_bits))); });
+      return;
+    }
+  }
 
   int shift = 0;
   std::uint64_t least = 0;  // ranks >> shift that are at least this are taken
   if (n > K) {
-    std::uint32_t low = 0xffffffffU, high = 0;
-    for (int s = thread; s < n; s += kSelectThreads) low = min(low, key_at(s)), high = max(high, key_at(s));
-    extremes(low, high);
-    __syncthreads();  // waits for the extremes
     // all ranks agree in the bits from `top` up; the next digit down is looked at, until a bin is taken whole
     int top = bits_apart();
     least = (std::uint64_t(highest) << place_bits) >> top;
@@ -195,8 +248,7 @@ __global__ void __launch_bounds__(kSelectThreads, 3)
     for (;;) {
       shift = max(top - kDigit, 0);
       const auto mask = std::uint32_t((1U << (top - shift)) - 1);
-      for (int b = thread; b < kBins; b += kSelectThreads) bins[b] = 0;
-      __syncthreads();  // waits for empty bins
+      clear_bins();
       for (int s = thread; s < n; s += kSelectThreads) {
         const std::uint64_t rank = rank_at(s);
         if (rank >> top == least) atomicAdd(&bins[std::uint32_t(rank >> shift) & mask], 1);
@@ -222,7 +274,7 @@ __global__ void __launch_bounds__(kSelectThreads, 3)
     __syncthreads();  // waits for the starting values
   }
 
-  std::uint32_t low = 0xffffffffU, high = 0;  // of those taken
+  low = 0xffffffffU, high = 0;  // of those taken
   for (int s = thread; s - thread < n; s += kSelectThreads) {
     const std::uint64_t rank = s < n ? rank_at(s) : 0;
     const bool in = s < n && rank >> shift >= least;
@@ -235,47 +287,26 @@ __global__ void __launch_bounds__(kSelectThreads, 3)
     low = min(low, std::uint32_t(rank >> place_bits)), high = max(high, std::uint32_t(rank >> place_bits));
   }
   extremes(low, high);
-  for (int b = thread; b < kBins; b += kSelectThreads) bins[b] = 0;
-  __syncthreads();  // waits for the ranks, their extremes and empty bins
+  clear_bins();  // and waits for the ranks and their extremes
 
-  // In order: by their highest bits into bins, and within a bin one by one; where too many share a bin, or there is no room for a
-  // second copy, by comparing.
+  // In order: by their highest bits into bins; where too many share a bin, or there is no room for a second copy, by comparing.
   const int sort_shift = max(bits_apart() - kDigit, 0);
-  const auto bin_of = [&](std::uint64_t rank) { return std::uint32_t(rank >> sort_shift) & std::uint32_t(kBins - 1); };
-  bool by_bins = kHeld && !spill && 2 * std::int64_t(taken) <= longest;
-  if (by_bins) {
+  const auto bin_of = [&](std::uint64_t rank) { return int(std::uint32_t(rank >> sort_shift) & std::uint32_t(kBins - 1)); };
+  if (has_copy) {
+    std::uint64_t* const binned = ranks + size;
     for (int i = thread; i < taken; i += kSelectThreads) atomicAdd(&bins[bin_of(ranks[i])], 1);
-    __syncthreads();  // waits for full bins
-    std::int32_t mine = 0, most = 0;
-    for (int b = 0; b < kEach; ++b) mine += bins[highest_bin - b], most = max(most, bins[highest_bin - b]);
-    std::int32_t before = in_bins_before(mine);
-    for (int b = 0; b < kEach; ++b) {  // where each bin begins
-      const std::int32_t count = bins[highest_bin - b];
-      bins[highest_bin - b] = before;
-      before += count;
+    if (begin_bins()) {
+      for (int i = thread; i < taken; i += kSelectThreads) binned[atomicAdd(&bins[bin_of(ranks[i])], 1)] = ranks[i];
+      order_bins(binned, bin_of);
+      return;
     }
-    by_bins = !__syncthreads_or(most > kMostInBin);  // and waits for the beginnings
   }
-  if (by_bins) {
-    auto* const binned = reinterpret_cast<std::uint64_t*>(keys);  // the keys are not read again
-    for (int i = thread; i < taken; i += kSelectThreads) binned[atomicAdd(&bins[bin_of(ranks[i])], 1)] = ranks[i];
-    __syncthreads();  // waits for the ranks in their bins, which now hold where they end
-    for (int i = thread; i < taken; i += kSelectThreads) {
-      const std::uint64_t rank = binned[i];
-      const int b = int(bin_of(rank)), end = bins[b];
-      int at = b == kBins - 1 ? 0 : bins[b + 1];
-      for (int j = at, before = at; j < end; ++j) at = before += binned[j] > rank;
-      indices[t * K + at] = std::int32_t(first + std::int64_t(rank & places));
-    }
-  } else {
-    int sorted = kSegment;  // ranks: the power of two that holds those taken
-    while (sorted < taken) sorted *= 2;
-    for (int i = taken + thread; i < sorted; i += kSelectThreads) ranks[i] = 0;  // below every rank
-    __syncthreads();                                                             // waits for these
-    sort_ranks(ranks, sorted);
-    for (int i = thread; i < taken; i += kSelectThreads) indices[t * K + i] = std::int32_t(first + std::int64_t(ranks[i] & places));
-  }
-  for (std::int64_t i = taken + thread; i < K; i += kSelectThreads) indices[t * K + i] = -1;
+  int sorted = kSegment;  // ranks: the power of two that holds those taken
+  while (sorted < taken) sorted *= 2;
+  for (int i = taken + thread; i < sorted; i += kSelectThreads) ranks[i] = 0;  // below every rank
+  __syncthreads();                                                             // waits for these
+  sort_ranks(ranks, sorted);
+  for (int i = thread; i < taken; i += kSelectThreads) indices[t * K + i] = std::int32_t(first + std::int64_t(ranks[i] & places));
 }
 
 void check_aligned(std::initializer_list<ConstTensor> tensors) {  // what views by rows keep
@@ -292,7 +323,7 @@ void select(Context& ctx, const IndexerSelect& a) {
   const auto scratch = a.take_scratch(ctx);
   const std::int64_t chunk = scratch.scores.shape[0];
   float* const scores = scratch.scores.template as<float>();
-  const auto shared = std::size_t((scratch.spill.present() ? 0 : 8 * size) + (longest <= kMostHeld ? 4 * longest : 0));
+  const auto shared = std::size_t(scratch.spill.present() ? 0 : size <= kMostBinned ? 16 * size : 8 * size);
   for (std::int64_t begin = 0; begin < T; begin += chunk) {
     const std::int64_t rows = std::min(chunk, T - begin);
     if (a.on_tensor_cores())
@@ -301,9 +332,8 @@ void select(Context& ctx, const IndexerSelect& a) {
       launch(ctx, scores_kernel<device_t<Storage>>, {dim3(blocks(rows, 1), blocks(longest, kKeys)), dim3(kScoreThreads)},
              device_pointer<Storage>(a.q), device_pointer<Storage>(a.k), a.weights.as<float>(), documents, scores, begin, longest,
              J, H);
-    launch(ctx, longest <= kMostHeld ? select_kernel<true> : select_kernel<false>, {blocks(rows, 1), dim3(kSelectThreads), shared},
-           scores, documents, a.indices.as<std::int32_t>(), static_cast<std::uint64_t*>(scratch.spill.data), begin, longest, K,
-           size);
+    launch(ctx, select_kernel, {blocks(rows, 1), dim3(kSelectThreads), shared}, scores, documents, a.indices.as<std::int32_t>(),
+           static_cast<std::uint64_t*>(scratch.spill.data), begin, longest, K, size);
   }
 }
 
