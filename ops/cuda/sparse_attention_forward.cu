@@ -1,7 +1,8 @@
 // sparse_attention_forward.cu -- bf16, latent 512 and extra 64 on the tensor cores of sm_90a. A block takes 64 heads of one query;
-// its four warpgroups form a line: one gathers tiles of 32 keys (four in flight), one makes scores and probabilities of them, two
-// add the probabilities' products with half of the latent's columns each. The gather of K rows of 1152 bytes a query is what bounds
-// it: the keys come from L2, and each is read once a query for all heads.
+// its four warpgroups form a line: one gathers tiles of 32 keys (four in flight), one makes scores and probabilities of two of them
+// at a time, two add the probabilities' products with half of the latent's columns each. Shared memory has room for two pairs of
+// tiles: a pair's keys (72 KB, from L2) come once the products with the values of the last but one have gone, and by estimate that
+// chain is what bounds it.
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/rows.cuh"
 #include "ops/cuda/sparse_attention_tiles.cuh"
@@ -11,16 +12,18 @@ namespace {
 
 using namespace tiles;  // NOLINT
 
-constexpr int kStages = 4, kThreads = 4 * kGroup;
+constexpr int kStages = 4, kThreads = 4 * kGroup, kHeld = 4;
+// Two tiles share their panels: the lines of the second follow those of the first.
+constexpr int kPairPanel = 2 * kKeyPanel, kPairTile = 2 * kKeyTile, kPairKeys = 2 * kKeys;
 constexpr float kSlack = 8;  // powers of two by which a row's greatest score may outgrow what it is measured from
 
 // Shared memory, in bytes from its start.
 struct Layout {
   static constexpr int query = 0, stages = query + kPanels * kHeadPanel, p = stages + kStages * kKeyTile,
-                       factor = p + 2 * kKeyPanel,  // (2, 64): what the sums so far are to be multiplied with
-      inverse = factor + 2 * kHeads * 4,            // (64): 1 / sum of a row's probabilities
-      mean = inverse + kHeads * 4,                  // (2, 4, 32): sums over the heads of a warp
-      last = mean + 2 * 4 * kKeys * 4,              // last filled slot + 1
+                       factor = p + 2 * kKeyPanel,  // (64): what the sums so far are to be multiplied with
+      inverse = factor + kHeads * 4,                // (64): 1 / sum of a row's probabilities
+      mean = inverse + kHeads * 4,                  // (2, 4, 64): sums over the heads of a warp
+      last = mean + 2 * 4 * kPairKeys * 4,          // last filled slot + 1
       barriers = last + 8, full = barriers, empty = full + kStages * 8, p_full = empty + kStages * 8, p_empty = p_full + 16,
                        done = p_empty + 16, bytes = done + 8;
 };
@@ -67,8 +70,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   load_query(in, t, head, memory + Layout::query, kThreads);
   fence_shared_writes();
   __syncthreads();  // waits for the query and for *last
-  const int tiles = uniform((*last + kKeys - 1) / kKeys), sweeps = kProbability ? 2 * tiles : tiles;
-  const auto stage = [&](int i) { return shared + Layout::stages + i % kStages * kKeyTile; };
+  const int tiles = uniform((*last + kPairKeys - 1) / kPairKeys * 2), sweeps = kProbability ? 2 * tiles : tiles;
+  const auto stage = [&](int i) { return shared + Layout::stages + i / 2 % (kStages / 2) * kPairTile + i % 2 * kKeyPanel; };
   const auto wait_full = [&](int i) { barrier_wait(shared + Layout::full + 8 * (i % kStages), i / kStages & 1); };
   const auto arrive_empty = [&](int i) { barrier_arrive(shared + Layout::empty + 8 * (i % kStages)); };
   const auto position = [&](int tile, int row) {
@@ -84,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int following = i + 1 < tiles ? i + 1 : i + 1 - tiles;
       next[0] = position(following, thread / 8), next[1] = position(following, thread / 8 + 16);
       barrier_wait(shared + Layout::empty + 8 * (i % kStages), (i / kStages & 1) ^ 1);
-      gather(in, at, stage(i), thread);
+      gather<kPairPanel>(in, at, stage(i), thread);
       arrive_when_copied(shared + Layout::full + 8 * (i % kStages));
     }
     wait_for_own_copies();
@@ -92,61 +95,46 @@ __global__ void __launch_bounds__(kThreads, 1)
     take_registers<136>();
     const int row = 16 * warp + lane / 4;
     float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
-    struct Scores {
-      float z[kKeys / 2];
-      std::int32_t at;  // the position of key `lane`
-    } even, odd;
-    const auto start = [&](Scores& scores, int i, int tile) {
-      scores.at = position(tile, lane);
-      wait_full(i);
-      fence_shared_writes();  // the copies were ordinary writes
-      wgmma_fence();
-      products<kPanels>(scores.z, shared + Layout::query, stage(i));
-      wgmma_commit();
-    };
-    // Calls use(i, z) for tiles from, from + 1, ... with their scores in powers of two, -inf at empty slots; the products of the
-    // next tile are under way meanwhile.
+    Held<kHeld> held;
+    held.load(memory + Layout::query + (kPanels - kHeld) * kHeadPanel, warp, lane);
+    // Calls use(i, z) for pairs of tiles from, from + 2, ... with their scores in powers of two, -inf at empty slots. The products
+    // of the next pair wait for it: were they to wait for their keys first, the keys in flight would wait for them.
     const auto sweep = [&](int from, auto use) {
-      const auto finish = [&](int i, Scores& scores) {
+      for (int i = 0; i < tiles; i += 2) {
+        float z[kPairKeys / 2];
+        const std::int32_t at[2] = {position(i, lane), position(i + 1, lane)};  // of keys `lane` of both tiles
+        wait_full(from + i);
+        wait_full(from + i + 1);
+        fence_shared_writes();  // the copies were ordinary writes
+        std::uint32_t query = shared + Layout::query, keys = stage(from + i);
+        asm volatile("" : "+r"(query), "+r"(keys));  // what follows from them is not worth registers in the loop around
+        wgmma_fence();
+        products<kPanels - kHeld, kPairPanel>(z, query, keys);
+        held.add_products<kPairPanel>(z, keys + (kPanels - kHeld) * kPairPanel);
+        wgmma_commit();
         wgmma_wait<0>();
-        settle(scores.z);
+        settle(z);
         arrive_empty(from + i);
-      };
-      const auto use_scores = [&](int i, Scores& scores) {
-        const unsigned int there = __ballot_sync(0xffffffffU, scores.at >= 0) >> 2 * (lane % 4);
+        arrive_empty(from + i + 1);
 #pragma unroll
-        for (int x = 0; x < kKeys / 2; ++x)
-          scores.z[x] = there >> (8 * (x / 4) + x % 2) & 1 ? scores.z[x] * in.scale_log2 : -INFINITY;
-        use(from + i, scores.z);
-      };
-      if (tiles == 0) return;
-      int i = 0;
-      start(even, from, 0);
-      for (; i + 2 < tiles; i += 2) {  // no branch between a product's start and its end
-        finish(i, even);
-        start(odd, from + i + 1, i + 1);
-        use_scores(i, even);
-        finish(i + 1, odd);
-        start(even, from + i + 2, i + 2);
-        use_scores(i + 1, odd);
-      }
-      finish(i, even);
-      if (i + 1 < tiles) {
-        start(odd, from + i + 1, i + 1);
-        use_scores(i, even);
-        finish(i + 1, odd);
-        use_scores(i + 1, odd);
-      } else {
-        use_scores(i, even);
+        for (int h = 0; h < 2; ++h) {
+          const unsigned int there = __ballot_sync(0xffffffffU, at[h] >= 0) >> 2 * (lane % 4);
+#pragma unroll
+          for (int x = 0; x < kKeys / 2; ++x) {
+            float& score = z[h * kKeys / 2 + x];
+            score = there >> (8 * (x / 4) + x % 2) & 1 ? score * in.scale_log2 : -INFINITY;
+          }
+        }
+        use(from + i, z);
       }
     };
-    sweep(0, [&](int i, float(&z)[kKeys / 2]) {
+    sweep(0, [&](int i, float(&z)[kPairKeys / 2]) {
       float factor[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float most = -INFINITY;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) most = fmaxf(most, fmaxf(z[4 * j + 2 * h], z[4 * j + 2 * h + 1]));
+        for (int j = 0; j < kPairKeys / 8; ++j) most = fmaxf(most, fmaxf(z[4 * j + 2 * h], z[4 * j + 2 * h + 1]));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffU, most, 1));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffU, most, 2));
         const float old = top[h];
@@ -155,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const float from = top[h] == -INFINITY ? 0.0F : top[h];
         float added = 0;
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
+        for (int j = 0; j < kPairKeys / 8; ++j)
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             float& x = z[4 * j + 2 * h + c];
@@ -164,12 +152,15 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
         sum[h] = sum[h] * factor[h] + added;
       }
-      barrier_wait(shared + Layout::p_empty + 8 * (i & 1), (i / 2 & 1) ^ 1);
-      store_transposed(z, shared + Layout::p + (i & 1) * kKeyPanel, warp, lane);
-      if (lane % 4 == 0)
-        for (int h = 0; h < 2; ++h) reinterpret_cast<float*>(memory + Layout::factor)[(i & 1) * kHeads + row + 8 * h] = factor[h];
-      fence_shared_writes();
-      barrier_arrive(shared + Layout::p_full + 8 * (i & 1));
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        barrier_wait(shared + Layout::p_empty + 8 * tile, (i / 2 & 1) ^ 1);
+        store_transposed(z + tile * kKeys / 2, shared + Layout::p + tile * kKeyPanel, warp, lane);
+        if (tile == 0 && lane % 4 == 0)
+          for (int h = 0; h < 2; ++h) reinterpret_cast<float*>(memory + Layout::factor)[row + 8 * h] = factor[h];
+        fence_shared_writes();
+        barrier_arrive(shared + Layout::p_full + 8 * tile);
+      }
     });
     float lse[2];  // in powers of two
 #pragma unroll
@@ -186,21 +177,22 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_arrive(shared + Layout::done);
     if constexpr (kProbability) {
       float* const probability = out.probability + t * in.K;
-      sweep(tiles, [&](int i, float(&z)[kKeys / 2]) {
-        auto* const means = reinterpret_cast<float*>(memory + Layout::mean) + (i & 1) * 4 * kKeys;
+      sweep(tiles, [&](int i, float(&z)[kPairKeys / 2]) {
+        auto* const means = reinterpret_cast<float*>(memory + Layout::mean) + (i / 2 & 1) * 4 * kPairKeys;
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
+        for (int j = 0; j < kPairKeys / 8; ++j)
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             float x = power_of_2(z[4 * j + c] - lse[0]) + power_of_2(z[4 * j + 2 + c] - lse[1]);
             for (int lanes = 4; lanes < 32; lanes *= 2) x += __shfl_xor_sync(0xffffffffU, x, lanes);
-            if (lane < 4) means[warp * kKeys + 8 * j + 2 * lane + c] = x;
+            if (lane < 4) means[warp * kPairKeys + 8 * j + 2 * lane + c] = x;
           }
         warpgroup_sync(1);
         const std::int64_t slot = std::int64_t(i - tiles) * kKeys + thread;
-        if (thread < kKeys && slot < in.K) {
+        if (thread < kPairKeys && slot < in.K) {
           const float x =
-              (means[thread] + means[kKeys + thread] + means[2 * kKeys + thread] + means[3 * kKeys + thread]) / float(in.N);
+              (means[thread] + means[kPairKeys + thread] + means[2 * kPairKeys + thread] + means[3 * kPairKeys + thread]) /
+              float(in.N);
           probability[slot] = head == 0 ? x : probability[slot] + x;
         }
       });
@@ -220,25 +212,24 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < tiles; ++i) {
       wait_full(i);
       barrier_wait(shared + Layout::p_full + 8 * (i & 1), i / 2 & 1);
-      const float* const factors = reinterpret_cast<const float*>(memory + Layout::factor) + (i & 1) * kHeads + row;
-      const float factor[2] = {factors[0], factors[8]};
-      if (__any_sync(0xffffffffU, factor[0] != 1.0F || factor[1] != 1.0F))
+      const float* const factors = reinterpret_cast<const float*>(memory + Layout::factor) + row;
+      const float factor[2] = {factors[0], factors[8]};  // of both tiles of a pair
+      if (i % 2 == 0 && __any_sync(0xffffffffU, factor[0] != 1.0F || factor[1] != 1.0F))
 #pragma unroll
         for (auto& part : o)
 #pragma unroll
           for (int x = 0; x < kPartPanels * kPanel / 2; ++x) part[x] *= factor[x / 2 % 2];
       fence_shared_writes();
       const std::uint64_t p = operand_at(shared + Layout::p + (i & 1) * kKeyPanel);
-      const std::uint32_t values = stage(i) + half * kParts * kPartPanels * kKeyPanel;
+      const std::uint64_t values = operand_at(stage(i) + half * kParts * kPartPanels * kPairPanel, kPairPanel);
       for (auto& part : o) settle(part);
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kKeys / 16; ++step)
 #pragma unroll
         for (int part = 0; part < kParts; ++part)
-          wgmma<Along::outer, Along::outer>(
-              o[part], p + step * step_of(Along::outer),
-              operand_at(values + part * kPartPanels * kKeyPanel, kKeyPanel) + step * step_of(Along::outer));
+          wgmma<Along::outer, Along::outer>(o[part], p + step * step_of(Along::outer),
+                                            values + further(part * kPartPanels * kPairPanel) + step * step_of(Along::outer));
       wgmma_commit();
       wgmma_wait<0>();
       for (auto& part : o) settle(part);

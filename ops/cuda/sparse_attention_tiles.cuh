@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 
 #include "ops/cuda/arithmetic.cuh"
+#include "ops/cuda/attention_products.cuh"
 #include "ops/cuda/tensor_copy.cuh"
 #include "ops/cuda/tensor_cores.cuh"
 #include "ops/sparse_attention.h"
@@ -56,8 +57,10 @@ __device__ inline void arrive_when_copied(std::uint32_t barrier) {
 }
 __device__ inline void wait_for_own_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// A warpgroup's thread queues its share of a tile: lines thread / 8 and 16 on, of which `at` says the positions (-1: zeros).
-__device__ inline void gather(const Inputs& in, const std::int32_t (&at)[2], std::uint32_t tile, int thread) {
+// A warpgroup's thread queues its share of a tile: lines thread / 8 and 16 on, of which `at` says the positions (-1: zeros); the
+// tile's panels are kStride bytes apart.
+template <int kStride>
+__device__ void gather(const Inputs& in, const std::int32_t (&at)[2], std::uint32_t tile, int thread) {
   const int piece = thread % 8;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -66,8 +69,8 @@ __device__ inline void gather(const Inputs& in, const std::int32_t (&at)[2], std
     const std::uint32_t to = tile + place(thread / 8 + 16 * i, piece);
     const __nv_bfloat16* from = in.latent + s * kLatent + piece * 8;
 #pragma unroll
-    for (int p = 0; p < kPanels - 1; ++p) copy_piece(to + p * kKeyPanel, from + p * kPanel, there);
-    copy_piece(to + (kPanels - 1) * kKeyPanel, in.k_extra + s * kExtra + piece * 8, there);
+    for (int p = 0; p < kPanels - 1; ++p) copy_piece(to + p * kStride, from + p * kPanel, there);
+    copy_piece(to + (kPanels - 1) * kStride, in.k_extra + s * kExtra + piece * 8, there);
   }
 }
 
@@ -84,7 +87,7 @@ __device__ inline void load_query(const Inputs& in, std::int64_t t, std::int64_t
   }
 }
 
-// z = a b: 64 lines by 32 lines, 16 summands along both. wgmma() only adds; where a product is under way no register may be
+// z = a b: 64 lines by 32 or 64 lines, 16 summands along both. wgmma() only adds; where a product is under way no register may be
 // cleared.
 __device__ inline void begin_product(float (&z)[16], std::uint64_t a, std::uint64_t b) {
   asm volatile(
@@ -94,19 +97,76 @@ __device__ inline void begin_product(float (&z)[16], std::uint64_t a, std::uint6
         "=f"(z[10]), "=f"(z[11]), "=f"(z[12]), "=f"(z[13]), "=f"(z[14]), "=f"(z[15])
       : "l"(a), "l"(b));
 }
-// z = products of 64 heads (panels of 64 lines) with 32 keys over the first kCount panels.
-template <int kCount>
-__device__ void products(float (&z)[kKeys / 2], std::uint32_t heads, std::uint32_t keys) {
+__device__ inline void begin_product(float (&z)[32], std::uint64_t a, std::uint64_t b) {
+  asm volatile(
+      "{ .reg .pred adds; setp.ne.b32 adds, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
+      "%26, "
+      "%27, %28, %29, %30, %31}, %32, %33, adds, 1, 1, 0, 0; }"
+      : "=f"(z[0]), "=f"(z[1]), "=f"(z[2]), "=f"(z[3]), "=f"(z[4]), "=f"(z[5]), "=f"(z[6]), "=f"(z[7]), "=f"(z[8]), "=f"(z[9]),
+        "=f"(z[10]), "=f"(z[11]), "=f"(z[12]), "=f"(z[13]), "=f"(z[14]), "=f"(z[15]), "=f"(z[16]), "=f"(z[17]), "=f"(z[18]),
+        "=f"(z[19]), "=f"(z[20]), "=f"(z[21]), "=f"(z[22]), "=f"(z[23]), "=f"(z[24]), "=f"(z[25]), "=f"(z[26]), "=f"(z[27]),
+        "=f"(z[28]), "=f"(z[29]), "=f"(z[30]), "=f"(z[31])
+      : "l"(a), "l"(b));
+}
+// z += a b, a (64, 16) in registers.
+__device__ inline void add_product(float (&z)[16], const unsigned (&a)[4], std::uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
+      "%15}, "
+      "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+      : "+f"(z[0]), "+f"(z[1]), "+f"(z[2]), "+f"(z[3]), "+f"(z[4]), "+f"(z[5]), "+f"(z[6]), "+f"(z[7]), "+f"(z[8]), "+f"(z[9]),
+        "+f"(z[10]), "+f"(z[11]), "+f"(z[12]), "+f"(z[13]), "+f"(z[14]), "+f"(z[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ inline void add_product(float (&z)[32], const unsigned (&a)[4], std::uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+      : "+f"(z[0]), "+f"(z[1]), "+f"(z[2]), "+f"(z[3]), "+f"(z[4]), "+f"(z[5]), "+f"(z[6]), "+f"(z[7]), "+f"(z[8]), "+f"(z[9]),
+        "+f"(z[10]), "+f"(z[11]), "+f"(z[12]), "+f"(z[13]), "+f"(z[14]), "+f"(z[15]), "+f"(z[16]), "+f"(z[17]), "+f"(z[18]),
+        "+f"(z[19]), "+f"(z[20]), "+f"(z[21]), "+f"(z[22]), "+f"(z[23]), "+f"(z[24]), "+f"(z[25]), "+f"(z[26]), "+f"(z[27]),
+        "+f"(z[28]), "+f"(z[29]), "+f"(z[30]), "+f"(z[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+// z = products of 64 heads (panels of 64 lines) with 32 or 64 keys (panels kStride bytes apart) over the first kCount panels.
+template <int kCount, int kStride, int kSums>
+__device__ void products(float (&z)[kSums], std::uint32_t heads, std::uint32_t keys) {
   constexpr int kSteps = kPanel / 16;
-  const auto a = [&](int i) { return operand_at(heads + i / kSteps * kHeadPanel) + i % kSteps * step_of(Along::k); };
-  const auto b = [&](int i) { return operand_at(keys + i / kSteps * kKeyPanel) + i % kSteps * step_of(Along::k); };
+  const std::uint64_t first_a = operand_at(heads), first_b = operand_at(keys);
+  const auto a = [&](int i) { return first_a + further(i / kSteps * kHeadPanel) + i % kSteps * step_of(Along::k); };
+  const auto b = [&](int i) { return first_b + further(i / kSteps * kStride) + i % kSteps * step_of(Along::k); };
   begin_product(z, a(0), b(0));
 #pragma unroll
   for (int i = 1; i < kCount * kSteps; ++i) wgmma<Along::k, Along::k>(z, a(i), b(i));
 }
 
+// Panels that a warpgroup keeps in registers, so that shared memory is read less.
+template <int kCount>
+struct Held {
+  unsigned heads[kCount][kPanel / 16][4];
+  __device__ void load(const unsigned char* from, int warp, int lane) {
+#pragma unroll
+    for (int p = 0; p < kCount; ++p)
+#pragma unroll
+      for (int step = 0; step < kPanel / 16; ++step)
+        load_matrices(heads[p][step], reinterpret_cast<const __nv_bfloat16*>(from + p * kHeadPanel +
+                                                                             place(16 * warp + lane % 16, 2 * step + lane / 16)));
+  }
+  // z += their products with panels of keys
+  template <int kStride, int kSums>
+  __device__ void add_products(float (&z)[kSums], std::uint32_t keys) const {
+    const std::uint64_t first = operand_at(keys);
+#pragma unroll
+    for (int p = 0; p < kCount; ++p)
+#pragma unroll
+      for (int step = 0; step < kPanel / 16; ++step)
+        add_product(z, heads[p][step], first + further(p * kStride) + step * step_of(Along::k));
+  }
+};
+
 // A warpgroup's 64 x 32 values, as bf16 and transposed: a line a key with its 64 heads.
-__device__ inline void store_transposed(const float (&x)[kKeys / 2], std::uint32_t to, int warp, int lane) {
+__device__ inline void store_transposed(const float* x, std::uint32_t to, int warp, int lane) {
 #pragma unroll
   for (int j = 0; j < 4; j += 2) {
     const std::uint32_t address = to + place(8 * (j + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2);

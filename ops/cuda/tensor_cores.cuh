@@ -15,6 +15,8 @@ __device__ inline std::uint64_t operand_at(std::uint32_t address, std::uint32_t 
   return std::uint64_t((address & 0x3ffff) >> 4) | std::uint64_t(panel_bytes >> 4) << 16 | std::uint64_t(1024 >> 4) << 32 |
          std::uint64_t(1) << 62;
 }
+// What bytes add to a descriptor: one instruction, where the descriptor of another address takes up to ten.
+constexpr std::uint64_t further(int bytes) { return std::uint64_t(bytes >> 4); }
 // What 16 summands add to a descriptor.
 constexpr std::uint64_t step_of(Along along) { return along == Along::k ? 32 >> 4 : 16 * 128 >> 4; }
 
