@@ -139,6 +139,20 @@ TEST_CASE("tokens that nobody wrote are refused when the file is opened", "[io][
   CHECK(contains(fault(), path + ": labels was never written"));
 }
 
+TEST_CASE("a last chunk that reaches past the last token is whole", "[io][cpu]") {
+  const test::TempFolder folder;
+  const std::string path = folder / "t.h5";
+  const std::int32_t ids[] = {1, 2, 3, 4, 5};
+  const auto chunk = GENERATE(std::int64_t{2}, std::int64_t{1000});
+  {
+    auto file = io::Hdf5File::create(path);
+    file.create_appendable("tokens", DType::i32, {}, chunk);
+    file.set_rows("tokens", 5);
+    file.write_rows("tokens", 0, {ids, DType::i32, {5}});
+  }
+  CHECK(all_tokens(TokenFile::open_tokens(path, 10)) == std::vector<std::int32_t>{1, 2, 3, 4, 5});
+}
+
 TEST_CASE("tokens of another file are read, and refused when it is missing, empty or does not cover them", "[io][cpu]") {
   const test::TempFolder folder;
   const std::string path = folder / "t.h5", part = folder / "part.h5";
