@@ -202,6 +202,7 @@ class Run {
     together(control_, [&] { batches = trainer_.next_batches(*train_); });
     const StepResult result = trainer_.step(batches);
     reached();
+    times_.collect();  // the device's last op too is in the time of a profiled step
     StepMeasures m;
     m.seconds = seconds_since(start);
     const auto waited_since = trainer_.mesh().traffic().exposed_seconds;
@@ -210,7 +211,6 @@ class Run {
       if (profiled) waits_[p] += waited_since[p] - waited[p];
     }
     trainer_.context().times = nullptr;
-    times_.collect();
     run_seconds_ += m.seconds;
     ++run_steps_;
 
