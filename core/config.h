@@ -88,6 +88,7 @@ struct DataConfig {
   io::DataFormat format = io::DataFormat::bytes;
   std::int64_t sequence_length = 0;
   bool packing = true, shuffle = true;
+  bool skip_bad_lines = false;           // of chat data
   std::vector<std::string> exclude;      // file names left out of train (an evaluation text beside it)
 };
 

@@ -241,8 +241,10 @@ template <class V>
 void visit(V& v, DataConfig& c) {
   v.key("train", c.train, "files and folders; relative to the working directory", size_from(1).need());
   v.key("eval", c.eval, "files and folders the loss is also measured on");
-  v.choice("format", c.format, {{"bytes", io::DataFormat::bytes}, {"tokens", io::DataFormat::tokens}},
-           "any files as UTF-8 bytes, one document each, or HDF5 token files", {{"chat", "read chat transcripts"}});
+  v.choice("format", c.format, {{"bytes", io::DataFormat::bytes}, {"tokens", io::DataFormat::tokens}, {"chat", io::DataFormat::chat}},
+           "any files as UTF-8 bytes, one document each; HDF5 token files; or those of conversations, with a loss mask");
+  v.choice("bad_lines", c.skip_bad_lines, {{"refuse", false}, {"skip", true}},
+           "chat data made from a text with bad lines: the run is refused, or trains without them");
   v.key("sequence_length", c.sequence_length, "tokens a sequence", size_from(1).need());
   v.key("packing", c.packing, "a sequence may hold several documents; false: one, or a piece of one");
   v.key("shuffle", c.shuffle, "a new order of the sequences every epoch; false: as they stand in the files");

@@ -32,6 +32,7 @@ io::DataOptions data_options(const Config& c, const std::vector<std::string>& pa
           .shuffle = c.data.shuffle,
           .seed = c.run.seed,
           .exclude = exclude,
+          .skip_bad_lines = c.data.skip_bad_lines,
           .vocab_size = c.model.vocab_size};
 }
 
@@ -140,9 +141,11 @@ class Run {
   // Every evaluation reads the same sequences: read once, what is wrong with them is found before the first step.
   void open_data() {
     train_ = std::make_unique<io::BatchSource>(data_options(config_, config_.data.train, config_.data.exclude));
+    remarks_ = train_->remarks();
     if (config_.data.eval.empty()) return;
-    held_out_ =
-        trainer_.evaluation_batches(io::BatchSource(data_options(config_, config_.data.eval, {})), config_.training.eval_batches);
+    const io::BatchSource held_out(data_options(config_, config_.data.eval, {}));
+    held_out_ = trainer_.evaluation_batches(held_out, config_.training.eval_batches);
+    remarks_.insert(remarks_.end(), held_out.remarks().begin(), held_out.remarks().end());
   }
 
   // Weights: those of a checkpoint of this run, else of model.init_from, else fresh. Rank 0 decides, since another rank may see an older state of a shared disk.
@@ -185,6 +188,7 @@ class Run {
     if (const auto rows = log_->resume_after(trainer_.progress().step); rows < trainer_.progress().step)
       spdlog::warn("{}/metrics.csv holds {} of the {} steps before this one; the others are lost", config_.run.dir, rows,
                    trainer_.progress().step);
+    for (const auto& remark : remarks_) spdlog::warn("{}", remark);
     const auto counts = count_parameters(config_);
     spdlog::info(
         "{}: {} parameters, {} active a token; {} ranks: data {} x expert {}; {} sequences of {} tokens a step; {} windows of "
@@ -311,6 +315,7 @@ class Run {
   parallel::Communicator& control_;
   std::unique_ptr<io::BatchSource> train_;
   std::vector<io::Batch> held_out_;
+  std::vector<std::string> remarks_;  // about the data
   io::Descriptor lock_;
   std::optional<LogFile> log_file_;
   std::optional<io::RunLog> log_;

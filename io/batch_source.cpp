@@ -43,6 +43,18 @@ std::vector<std::string> files_of(const std::vector<std::string>& paths, const s
   return files;
 }
 
+TokenFile opened(const std::string& path, const DataOptions& options) {
+  switch (options.format) {
+    case DataFormat::bytes:
+      return TokenFile::open_bytes(path);
+    case DataFormat::tokens:
+      return TokenFile::open_tokens(path, options.vocab_size);
+    case DataFormat::chat:
+      return TokenFile::open_chat(path, options.vocab_size, options.skip_bad_lines);
+  }
+  throw Error("data: no such format");
+}
+
 struct Window {  // tokens [begin, end) of the stream
   std::int64_t begin, end;
 };
@@ -57,6 +69,7 @@ struct BatchSource::Impl {
   std::vector<std::int64_t> file_begins;     // (files+1) in the stream
   std::vector<std::int64_t> documents;       // (documents+1) in the stream
   std::vector<std::int64_t> windows_before;  // (documents+1), without packing
+  std::vector<std::string> remarks;
   std::int64_t windows = 0;
 
   std::int64_t tokens() const { return file_begins.back(); }
@@ -124,8 +137,9 @@ BatchSource::BatchSource(const DataOptions& options) : impl_(std::make_unique<Im
   impl.options = options;
   impl.file_begins = {0};
   for (const auto& path : files_of(options.paths, options.exclude)) {
-    impl.files.push_back(options.format == DataFormat::bytes ? TokenFile::open_bytes(path)
-                                                             : TokenFile::open_tokens(path, options.vocab_size));
+    impl.files.push_back(opened(path, options));
+    const auto& remarks = impl.files.back().remarks();
+    impl.remarks.insert(impl.remarks.end(), remarks.begin(), remarks.end());
     for (const auto begin : impl.files.back().documents()) impl.documents.push_back(impl.file_begins.back() + begin);
     impl.file_begins.push_back(impl.file_begins.back() + impl.files.back().tokens());
   }
@@ -144,6 +158,7 @@ BatchSource::BatchSource(const DataOptions& options) : impl_(std::make_unique<Im
 BatchSource::~BatchSource() = default;
 
 std::int64_t BatchSource::tokens() const { return impl_->tokens(); }
+const std::vector<std::string>& BatchSource::remarks() const { return impl_->remarks; }
 std::int64_t BatchSource::windows() const { return impl_->windows; }
 
 Batch BatchSource::read(std::int64_t first, std::int64_t count) const {

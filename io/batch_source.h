@@ -17,7 +17,7 @@
 
 namespace moetrain::io {
 
-enum class DataFormat : std::uint8_t { bytes, tokens };
+enum class DataFormat : std::uint8_t { bytes, tokens, chat };
 
 struct DataOptions {
   std::vector<std::string> paths;  // files or folders; a folder stands for its files in the order of files_of_folder
@@ -27,6 +27,7 @@ struct DataOptions {
   bool shuffle = true;
   std::uint64_t seed = 0;
   std::vector<std::string> exclude;  // patterns (io/pattern.h) of names of files left out of folders
+  bool skip_bad_lines = false;       // chat: train without the lines that were left out of a file as bad; else that is an Error
   std::int64_t vocab_size = 0;       // ids outside are an error that names file and position
 };
 
@@ -43,6 +44,7 @@ class BatchSource {
   explicit BatchSource(const DataOptions& options);  // opens and checks the files
   ~BatchSource();
   std::int64_t tokens() const;                               // of the stream
+  const std::vector<std::string>& remarks() const;           // what the user should know about the files
   std::int64_t windows() const;                              // W, sequences of an epoch
   Batch read(std::int64_t first, std::int64_t count) const;  // sequences first .. first + count - 1 of the run
 

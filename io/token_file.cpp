@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <sstream>
 
 #include "io/files.h"
 #include "memory/check.h"
@@ -34,6 +35,22 @@ std::vector<std::int64_t> checked_documents(const Hdf5File& file, std::int64_t t
   return documents;
 }
 
+// A few of many: "2, 5, 9 and 4 more".
+std::string first_of(const std::vector<std::string>& all, const std::string& between) {
+  std::string text;
+  for (std::size_t n = 0; n < std::min<std::size_t>(all.size(), 5); ++n) text += (n > 0 ? between : "") + all[n];
+  return all.size() > 5 ? text + " and " + std::to_string(all.size() - 5) + " more" : text;
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) lines.push_back(line);
+  return lines;
+}
+
+constexpr std::int64_t kPiece = 1 << 20;  // labels looked at together
+
 }  // namespace
 
 TokenFile TokenFile::open_tokens(const std::string& path, std::int64_t vocab_size) {
@@ -52,6 +69,52 @@ TokenFile TokenFile::open_tokens(const std::string& path, std::int64_t vocab_siz
   if (opened.has_labels_)
     if (const auto labels = rows_of(file, "labels"); labels != opened.tokens_)
       throw Error(path + ": labels has " + std::to_string(labels) + " values, tokens " + std::to_string(opened.tokens_));
+  return opened;
+}
+
+// Counted from 0. A document's first token is predicted by nothing, so its label is none.
+std::vector<std::int64_t> TokenFile::documents_without_label() const {
+  std::vector<std::int64_t> without;
+  std::vector<std::int32_t> ids(kPiece), labels(kPiece);
+  std::size_t document = 0;
+  bool labelled = false;
+  for (std::int64_t begin = 0; begin < tokens_; begin += kPiece) {
+    const std::int64_t count = std::min(kPiece, tokens_ - begin);
+    read(begin, count, ids.data());
+    read_labels(begin, count, labels.data());
+    for (std::int64_t i = 0; i < count; ++i) {
+      const auto id = ids[std::size_t(i)], label = labels[std::size_t(i)];
+      if (label != kIgnored && label != id)
+        throw Error(path_ + ": label " + std::to_string(begin + i) + " is " + std::to_string(label) + ", the token is " +
+                    std::to_string(id) + "; in data.format chat a label is the token beside it or " + std::to_string(kIgnored));
+      if (document + 1 < documents_.size() && begin + i == documents_[document + 1]) {
+        if (!labelled) without.push_back(std::int64_t(document));
+        ++document;
+        labelled = false;
+      }
+      labelled = labelled || (label != kIgnored && begin + i != documents_[document]);
+    }
+  }
+  if (!labelled) without.push_back(std::int64_t(document));
+  return without;
+}
+
+TokenFile TokenFile::open_chat(const std::string& path, std::int64_t vocab_size, bool skip_bad_lines) {
+  TokenFile opened = open_tokens(path, vocab_size);
+  if (!opened.has_labels_)
+    throw Error(path + ": there is no data set labels, which data.format chat needs; scripts/tokenize.py --chat writes it");
+  if (opened.hdf5_->has("bad_lines")) {
+    const auto bad = lines_of(opened.hdf5_->read_text("bad_lines"));
+    const std::string told = path + ": made without " + std::to_string(bad.size()) + " bad lines (" + first_of(bad, "; ") + ")";
+    if (!skip_bad_lines) throw Error(told + "; mend them, or let the job say data.bad_lines: skip");
+    opened.remarks_.push_back(told);
+  }
+  std::vector<std::string> without;
+  for (const auto document : opened.documents_without_label()) without.push_back(std::to_string(document));
+  if (without.size() == opened.documents_.size()) throw Error(path + ": no document has a label: there is nothing to learn");
+  if (!without.empty())
+    opened.remarks_.push_back(path + ": " + std::to_string(without.size()) + " of " + std::to_string(opened.documents_.size()) +
+                              " documents have no label and teach nothing, counted from 0: " + first_of(without, ", "));
   return opened;
 }
 
@@ -108,6 +171,7 @@ void write_token_file(const std::string& path, const TokenData& data) {
     const std::vector<std::int32_t> labels(data.labels.begin(), data.labels.end());
     file.write("labels", {labels.data(), DType::i32, {std::int64_t(labels.size())}});
   }
+  if (!data.bad_lines.empty()) file.write_text("bad_lines", data.bad_lines);
   file.set_attribute("vocab_size", data.vocab_size);
   file.set_attribute("tokenizer", data.tokenizer);
   file.close();

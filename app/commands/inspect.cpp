@@ -78,6 +78,7 @@ void inspect_tokens(const std::string& path) {
     }
   if (const auto v = file.integer_attribute("vocab_size")) std::cout << "vocabulary " << *v << "\n";
   if (const auto v = file.text_attribute("tokenizer")) std::cout << "tokenizer " << *v << "\n";
+  if (file.has("bad_lines")) std::cout << "lines left out as bad:\n" << file.read_text("bad_lines");
 }
 
 void inspect_safetensors(const std::vector<std::string>& files) {

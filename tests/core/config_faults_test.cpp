@@ -223,7 +223,6 @@ TEST_CASE("names of the job format that this version does not do are refused, ne
   for (const auto& [set, what] : std::vector<std::pair<std::string, std::string>>{
            {"parallel.tensor_parallel=2", "is '2': known, but this version does not cut matrices over ranks"},
            {"parallel.sequence_parallel=2", "is '2': known, but this version does not cut sequences over ranks"},
-           {"data.format=chat", "is 'chat': known, but this version does not read chat transcripts"},
            {"optimizer.grad_dtype=bf16", "is 'bf16': known, but this version does not sum gradients in bf16"},
            {"moe.capacity_factor=1.25", "is '1.25': known, but this version does not limit the rows of an expert"},
            {"moe.min_expert_batch=64", "is '64': known, but this version does not hold rows back"},

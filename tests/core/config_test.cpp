@@ -65,7 +65,8 @@ model:
   tie_word_embeddings: true
   max_position_embeddings: 4096
 parallel: {data_parallel: 2, expert_parallel: 3, sharding: gradients, reshard_after_use: false, expert_sharding: none}
-data: {train: [/, /usr], eval: /usr, format: tokens, sequence_length: 64, packing: false, shuffle: false, exclude: MPL*}
+data: {train: [/, /usr], eval: /usr, format: tokens, sequence_length: 64, packing: false, shuffle: false, exclude: MPL*,
+       bad_lines: skip}
 training: {steps: 20, micro_batch_size: 2, gradient_accumulation: 4, grad_clip: 0.5, eval_every: 5,
            eval_batches: 3, trainable: ["*.w1"],
            max_nonfinite: 4}
@@ -146,6 +147,7 @@ monitor: {expert_load_alert: 4, profile_steps: 6}
   CHECK(c.data.sequence_length == 64);
   CHECK_FALSE(c.data.packing);
   CHECK_FALSE(c.data.shuffle);
+  CHECK(c.data.skip_bad_lines);
   CHECK(c.data.exclude == std::vector<std::string>{"MPL*"});
   CHECK(c.training.steps == 20);
   CHECK(c.training.micro_batch_size == 2);

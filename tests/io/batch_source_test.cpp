@@ -32,6 +32,7 @@ DataOptions options(std::vector<std::string> paths, DataFormat format, std::int6
           .shuffle = shuffle,
           .seed = 42,
           .exclude = {},
+          .skip_bad_lines = false,
           .vocab_size = 1000};
 }
 
@@ -96,6 +97,25 @@ TEST_CASE("labels of a file stand beside its tokens and replace the ids", "[io][
   const Batch all = source.read(0, 2);
   CHECK(all.tokens == Ids{1, 2, 3, 4, 5, 6, 7});
   CHECK(all.labels == Ids{20, -100, -100, -100, 6, 7, -100});
+  CHECK(all.label_count() == 3);
+}
+
+TEST_CASE("packed conversations are documents of their own, and only labelled tokens are predicted", "[io][cpu]") {
+  const test::TempFolder folder;
+  // Two conversations and a third without a label; in the second the first token has one, which nothing predicts.
+  io::write_token_file(
+      folder / "c.h5",
+      {{1, 2, 3, 4, 5, 6, 7, 8, 9}, {0, 4, 7}, {-100, -100, 3, 4, 5, -100, 7, -100, -100}, 1000, "", "c.jsonl:2: bad\n"});
+  auto chat = options({folder / "c.h5"}, DataFormat::chat, 6, true, false);
+  CHECK(contains(error_of([&] { BatchSource source(chat); }), "c.jsonl:2: bad"));
+  chat.skip_bad_lines = true;
+  const BatchSource source(chat);
+  CHECK(source.remarks().size() == 2);
+  const Batch all = source.read(0, 2);
+  CHECK(all.tokens == Ids{1, 2, 3, 4, 5, 6, 7, 8, 9});
+  CHECK(all.labels == Ids{-100, 3, 4, -100, -100, 7, -100, -100, -100});
+  CHECK(all.sequences == Offsets{0, 6, 9});
+  CHECK(all.documents == Offsets{0, 4, 6, 7, 9});
   CHECK(all.label_count() == 3);
 }
 

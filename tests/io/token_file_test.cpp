@@ -211,3 +211,47 @@ TEST_CASE("bytes are ids as they stand, with an end of document after the last",
   CHECK(contains(error_of([&] { file.read(3, 2, ids); }), path + ": ends at byte 4, 5 expected"));
   CHECK(contains(error_of([&] { TokenFile::open_bytes(folder.file("e", "")); }), "/e: empty: it holds no bytes"));
 }
+
+TEST_CASE("a chat file tells what of it teaches nothing, and refuses labels that are no mask", "[io][cpu]") {
+  const test::TempFolder folder;
+  const std::string path = folder / "c.h5";
+  const auto fault = [&](const TokenData& data) {
+    io::write_token_file(path, data);
+    return error_of([&] { TokenFile::open_chat(path, 10, false); });
+  };
+  const auto remarks = [&](const TokenData& data) {
+    io::write_token_file(path, data);
+    return TokenFile::open_chat(path, 10, false).remarks();
+  };
+  CHECK(contains(fault({{1, 2, 3}, {0, 2}, {}, 10, ""}),
+                 "3: " + path + ": there is no data set labels, which data.format chat needs"));
+  CHECK(fault({{1, 2, 3}, {0, 2}, {-100, 3, -100}, 10, ""}) ==
+        "3: " + path + ": label 1 is 3, the token is 2; in data.format chat a label is the token beside it or -100");
+  CHECK(fault({{1, 2, 3, 4}, {0, 2}, {-100, -100, -100, -100}, 10, ""}) ==
+        "3: " + path + ": no document has a label: there is nothing to learn");
+  CHECK(contains(fault({{1, 2}, {}, {1, -100}, 10, ""}), "no document has a label"));  // a first token is predicted by nothing
+  CHECK(remarks({{1, 2, 3, 4, 5}, {0, 2}, {-100, 2, -100, 4, 5}, 10, ""}).empty());
+  CHECK(remarks({{1, 2, 3, 4, 5}, {0, 1, 3, 4}, {-100, -100, 3, 4, -100}, 10, ""}) ==
+        std::vector<std::string>{path + ": 3 of 4 documents have no label and teach nothing, counted from 0: 0, 2, 3"});
+  // More than is looked at together, and the only label in the last piece.
+  TokenData long_one{std::vector<std::int64_t>(3'000'000, 1), {0, 2'999'990}, std::vector<std::int64_t>(3'000'000, -100), 10, ""};
+  long_one.labels[2'999'995] = 1;
+  CHECK(remarks(long_one) ==
+        std::vector<std::string>{path + ": 1 of 2 documents have no label and teach nothing, counted from 0: 0"});
+}
+
+TEST_CASE("lines left out as bad refuse a chat file or are told, as the caller says", "[io][cpu]") {
+  const test::TempFolder folder;
+  const std::string path = folder / "c.h5";
+  TokenData data{{1, 2, 3}, {}, {-100, 2, -100}, 10, ""};
+  data.bad_lines = "a.jsonl:2: not JSON\na.jsonl:7: no turn of the assistant\n";
+  io::write_token_file(path, data);
+  const std::string told = path + ": made without 2 bad lines (a.jsonl:2: not JSON; a.jsonl:7: no turn of the assistant)";
+  CHECK(error_of([&] { TokenFile::open_chat(path, 10, false); }) ==
+        "3: " + told + "; mend them, or let the job say data.bad_lines: skip");
+  CHECK(TokenFile::open_chat(path, 10, true).remarks() == std::vector<std::string>{told});
+  for (int n = 0; n < 9; ++n) data.bad_lines += "b:" + std::to_string(n) + ": x\n";
+  io::write_token_file(path, data);
+  CHECK(contains(TokenFile::open_chat(path, 10, true).remarks().at(0), "without 11 bad lines (a.jsonl:2: not JSON; "));
+  CHECK(contains(TokenFile::open_chat(path, 10, true).remarks().at(0), "; b:2: x and 6 more)"));
+}
