@@ -7,7 +7,7 @@ packages=(g++ make cmake git openmpi-bin libopenmpi-dev libhdf5-dev libopenblas-
           libyaml-cpp-dev libspdlog-dev libfmt-dev libcli11-dev nlohmann-json3-dev python3)
 case "${1:-}" in
   "") ;;
-  --tests) packages+=(catch2 hdf5-tools) ;;
+  --tests) packages+=(catch2 hdf5-tools python3-h5py python3-jinja2) ;;
   *) echo "usage: $0 [--tests]" >&2; exit 2 ;;
 esac
 

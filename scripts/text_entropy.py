@@ -30,8 +30,8 @@ def place(path):
     return found.st_dev, found.st_ino
 
 
-def files_of_folder(folder):
-    """Every file below, once: first what lies there without a link, then what links lead to, in the order of their paths."""
+def files_of_folder(folder, patterns=("*",)):
+    """Every file below of a fitting name, once: first what lies there without a link, then what links lead to, in the order of their paths."""
     met, files, linked_folders, linked_files = set(), [], [folder], []
     while linked_folders:
         linked_folders.sort()
@@ -46,6 +46,8 @@ def files_of_folder(folder):
                     continue
                 if path.is_dir():
                     (linked_folders if path.is_symlink() else entered).append(path)
+                elif not any(matches(p, path.name) for p in patterns):
+                    continue
                 elif path.is_symlink():
                     linked_files.append(path)
                 elif path.is_file():
