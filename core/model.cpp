@@ -42,6 +42,7 @@ void Model::release_layer(Pass& pass, const Layout& layout, std::size_t l) const
   if (layout.experts[l] >= 0) pass.params.release(layout.experts[l]);
 }
 void Model::reduce_layer(Pass& pass, const Layout& layout, std::size_t l) const {
+  pass.params.end_reductions();  // of the block above: they had this one's backward to travel
   pass.params.reduce(layout.trunk[l]);
   if (layout.experts[l] >= 0) pass.params.reduce(layout.experts[l]);
 }
@@ -120,6 +121,7 @@ void Model::backward(Pass& pass, const Layout& layout) {
   if (!tied_) params.open(layout.embedding);
   const Tensor dtable = params.gradient(embedding_);
   if (dtable.present()) ops::embedding(pass.ctx, ops::EmbeddingBackward{.ids = pass.batch.tokens, .dy = dp, .dtable = dtable});
+  params.end_reductions();
   params.reduce(layout.embedding);
   params.release(layout.embedding);
   if (layout.router_bias >= 0) params.release(layout.router_bias);

@@ -60,10 +60,7 @@ void Link::fetch(const void* from, std::int64_t bytes) {
   cuda_ok(cudaMemcpyAsync(down_.get(), from, std::size_t(bytes), cudaMemcpyDeviceToHost, stream_.get()));
   arrived_.record(stream_.get());
 }
-const void* Link::fetched() const {
-  arrived_.synchronize();
-  return down_.get();
-}
+bool Link::arrived() const { return arrived_.reached(); }
 void Link::push(void* to, const void* data, std::int64_t bytes) {
   check(bytes <= bytes_, "link: a block is larger than was said", {{"bytes", bytes}, {"most", bytes_}});
   gone_.synchronize();

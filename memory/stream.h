@@ -46,7 +46,8 @@ class Link {
  public:
   explicit Link(std::int64_t bytes);                          // the most of a block
   void fetch(const void* from, std::int64_t bytes);           // what lies there once the default stream has done its work so far
-  const void* fetched() const;                                // the host waits for that, and for nothing queued since
+  bool arrived() const;                                       // does not wait; it does for nothing queued since
+  const void* fetched() const { return down_.get(); }         // once it has arrived
   void push(void* to, const void* data, std::int64_t bytes);  // there for later work of the default stream; waits for the last block
 
  private:

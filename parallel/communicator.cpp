@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <thread>
 #include <vector>
 
 namespace moetrain::parallel {
@@ -51,10 +52,11 @@ void Communicator::begin_reduce_scatter(std::span<const Scatter> pieces) {
 }
 
 void Communicator::all_reduce(Tensor values, Reduction reduction) {
+  check_idle();
   check(values.dtype == DType::f32 || values.dtype == DType::f64 || values.dtype == DType::i32 || values.dtype == DType::i64,
         "all_reduce: values must be f32, f64, i32 or i64", {{"dtype", std::int64_t(values.dtype)}});
   traffic_.bytes_gathered += 2 * ((values.count() + size_ - 1) / size_) * size_of(values.dtype) * (size_ - 1);
-  const Stopwatch waiting(*this, Purpose::other);
+  const Stopwatch waiting(*this, Purpose::reduce);
   do_all_reduce(values, reduction);
 }
 
@@ -76,7 +78,7 @@ void Communicator::begin_all_to_all(std::span<const Outgoing> send, std::span<co
 void Communicator::end() {
   check(!under_way_.empty(), "communicator: nothing is under way");
   const Stopwatch waiting(*this, under_way_.front());
-  do_end();
+  do_end(under_way_.front());
   under_way_.pop_front();
 }
 
@@ -110,6 +112,7 @@ void Communicator::all_to_all(const void* send, std::span<const std::int64_t> se
 }
 
 void Communicator::broadcast(void* data, std::int64_t bytes, int root) {
+  check_idle();
   check(0 <= root && root < size_ && bytes >= 0, "broadcast: no such root or negative bytes",
         {{"root", root}, {"ranks", size_}, {"bytes", bytes}});
   const Stopwatch waiting(*this, Purpose::other);
@@ -117,8 +120,13 @@ void Communicator::broadcast(void* data, std::int64_t bytes, int root) {
 }
 
 void Communicator::barrier() {
+  check_idle();
   const Stopwatch waiting(*this, Purpose::other);
   do_barrier();
+}
+
+void Communicator::wait_until(const std::function<bool()>& reached) {
+  while (!reached()) std::this_thread::yield();
 }
 
 }  // namespace moetrain::parallel

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <span>
 
@@ -77,6 +78,8 @@ class Communicator {
   // On a device collectives are queued: the host waits here until they are done, the traffic then has their time. Ends the run when
   // one failed or did not end in time. Nothing to do in host memory.
   virtual void settle() {}
+  // The host waits until reached() says so; on a device the run ends where a collective failed meanwhile, or where it takes too long.
+  virtual void wait_until(const std::function<bool()>& reached);
 
  protected:
   enum class Waits : std::uint8_t { host, device };  // for the end of a call: its caller, or work queued later
@@ -90,7 +93,7 @@ class Communicator {
   virtual void do_begin_reduce_scatter(std::span<const Scatter> pieces) = 0;
   virtual void do_all_reduce(Tensor values, Reduction reduction) = 0;
   virtual void do_begin_all_to_all(std::span<const Outgoing> send, std::span<const Incoming> receive) = 0;
-  virtual void do_end() = 0;
+  virtual void do_end(Purpose purpose) = 0;
   virtual void do_broadcast(void* data, std::int64_t bytes, int root) = 0;
   virtual void do_barrier() = 0;
   int rank_, size_;

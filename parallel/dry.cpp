@@ -18,7 +18,7 @@ class Dry final : public Communicator {
   void do_begin_reduce_scatter(std::span<const Scatter>) override {}
   void do_all_reduce(Tensor, Reduction) override {}
   void do_begin_all_to_all(std::span<const Outgoing>, std::span<const Incoming>) override {}
-  void do_end() override {}
+  void do_end(Purpose) override {}
   void do_broadcast(void*, std::int64_t, int) override {}
   void do_barrier() override {}
 };

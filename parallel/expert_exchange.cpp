@@ -49,7 +49,6 @@ ExpertExchange::ExpertExchange(Communicator& group, Communicator& control, std::
 }
 
 void ExpertExchange::fetch(const ops::Context& ctx, ConstTensor counts) {
-  group_.settle();  // what hangs or has failed is found here, where the host waits anyway
   if constexpr (kHasCuda)
     if (ctx.device() == Device::cuda) {
       // What is pushed for a plan: begins and places of each run, and bounds of the experts in parts.
@@ -61,7 +60,10 @@ void ExpertExchange::fetch(const ops::Context& ctx, ConstTensor counts) {
 
 std::span<const std::int64_t> ExpertExchange::fetched() {
   if constexpr (kHasCuda)
-    if (link_) return {static_cast<const std::int64_t*>(link_->fetched()), std::size_t(experts_)};
+    if (link_) {
+      group_.wait_until([&] { return link_->arrived(); });
+      return {static_cast<const std::int64_t*>(link_->fetched()), std::size_t(experts_)};
+    }
   return on_host_;
 }
 

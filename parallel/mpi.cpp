@@ -279,7 +279,7 @@ class Mpi final : public Communicator {
     }
     if (send[me].bytes > 0) std::memcpy(receive[me].data, send[me].data, std::size_t(send[me].bytes));
   }
-  void do_end() override {
+  void do_end(Purpose) override {
     if (!exchanges_.front().empty()) wait_all(exchanges_.front(), shared_cores_);
     exchanges_.pop_front();
   }

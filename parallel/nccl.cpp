@@ -1,4 +1,4 @@
-// nccl.cpp -- collectives of device memory over NCCL, on one stream beside the default one; host messages stay with MPI.
+// nccl.cpp -- collectives of device memory over NCCL, on a stream a lane beside the default one; host messages stay with MPI.
 #include <nccl.h>
 
 #include <chrono>
@@ -7,6 +7,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "memory/stream.h"
 #include "parallel/communicator.h"
@@ -38,6 +39,7 @@ class Nccl;
 // What the groups of a job share: a stream a lane, and one order of all their collectives.
 struct Queue {
   cuda::Stream lanes[2]{cuda::Stream(/*urgent=*/true), cuda::Stream(/*urgent=*/true)};
+  std::vector<Nccl*> groups;
   Nccl* issuing = nullptr;  // whose last collective may not be on the stream yet
 };
 
@@ -57,8 +59,10 @@ class Nccl final : public Communicator {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
     finish(ncclCommInitRankConfig(&comm_, size(), id, rank(), &config), "ncclCommInitRank");
+    queue_->groups.push_back(this);
   }
   ~Nccl() override {
+    std::erase(queue_->groups, this);
     if (queue_->issuing == this) queue_->issuing = nullptr;
     if (!comm_) return;
     // A rank that leaves by an exception does not wait for others that may be gone.
@@ -78,13 +82,16 @@ class Nccl final : public Communicator {
 
   void settle() override {
     if (pending_.empty()) return;
-    const auto start = Clock::now();
-    while (!pending_.back().after.reached()) {
-      watch(start, "a collective");
-      std::this_thread::yield();
-    }
+    wait_until([&] { return pending_.back().after.reached(); });
     for (const Span& span : pending_) add_exposed(span.purpose, double(span.after.ms_since(span.before)) * 1e-3);
     pending_.clear();
+  }
+  void wait_until(const std::function<bool()>& reached) override {
+    const auto start = Clock::now();
+    while (!reached()) {
+      for (const Nccl* group : queue_->groups) group->watch(start, "a collective");
+      std::this_thread::yield();
+    }
   }
 
  private:
@@ -94,7 +101,6 @@ class Nccl final : public Communicator {
     cuda::Event before{true}, after{true};
   };
   struct UnderWay {
-    Purpose purpose;
     const char* call;
     cuda::Event done{false};
   };
@@ -136,7 +142,7 @@ class Nccl final : public Communicator {
   }
   // Queues what issue() asks for after the work of the default stream, which goes on beside it.
   template <class Issue>
-  void begin(Purpose purpose, const char* call, Issue&& issue) {
+  void begin(const char* call, Issue&& issue) {
     finish_issuing();
     cuda::Event ready;
     ready.record(nullptr);
@@ -144,34 +150,32 @@ class Nccl final : public Communicator {
     ok(ncclGroupStart(), "ncclGroupStart");
     issue();
     ok(ncclGroupEnd(), call);
-    under_way_.emplace_back(purpose, call);
+    under_way_.emplace_back(call);
     queue_->issuing = this;
   }
   // Later work of the default stream waits for what began first.
-  void do_end() override {
+  void do_end(Purpose purpose) override {
     finish_issuing();
-    const UnderWay& first = under_way_.front();
-    Span& span = pending_.emplace_back(first.purpose);
+    Span& span = pending_.emplace_back(purpose);
     span.before.record(nullptr);
-    cuda::wait(nullptr, first.done);
+    cuda::wait(nullptr, under_way_.front().done);
     under_way_.pop_front();
     span.after.record(nullptr);
   }
   template <class Issue>
   void queued(Purpose purpose, const char* call, Issue&& issue) {
-    check(under_way_.empty(), "nccl: others are under way");
-    begin(purpose, call, issue);
-    do_end();
+    begin(call, issue);
+    do_end(purpose);
   }
 
   void do_begin_all_gather(std::span<const Gather> pieces) override {
-    begin(Purpose::gather, "all-gather", [&] {
+    begin("all-gather", [&] {
       for (const auto& p : pieces)
         ok(ncclAllGather(p.send, p.receive, std::size_t(p.bytes), ncclInt8, comm_, stream_), "all-gather");
     });
   }
   void do_begin_reduce_scatter(std::span<const Scatter> pieces) override {
-    begin(Purpose::reduce, "reduce-scatter", [&] {
+    begin("reduce-scatter", [&] {
       for (const auto& p : pieces)
         ok(ncclReduceScatter(p.send, p.receive, std::size_t(p.count), type_of(p.dtype), ncclSum, comm_, stream_),
            "reduce-scatter");
@@ -184,7 +188,7 @@ class Nccl final : public Communicator {
     });
   }
   void do_begin_all_to_all(std::span<const Outgoing> send, std::span<const Incoming> receive) override {
-    begin(Purpose::exchange, "all-to-all", [&] {
+    begin("all-to-all", [&] {
       for (int r = 0; r < size(); ++r) {
         const auto& out = send[std::size_t(r)];
         const auto& in = receive[std::size_t(r)];

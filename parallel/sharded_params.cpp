@@ -135,14 +135,22 @@ void ShardedParams::end_oldest() {
   under_way_.pop_front();
 }
 
+bool ShardedParams::travels(int u, bool gather) const {
+  return std::any_of(under_way_.begin(), under_way_.end(), [&](const UnderWay& w) { return w.unit == u && w.gather == gather; });
+}
+
 void ShardedParams::end_all_until(int u, bool gather) {
-  const auto is_it = [&](const UnderWay& w) { return w.unit == u && w.gather == gather; };
-  while (std::any_of(under_way_.begin(), under_way_.end(), is_it)) end_oldest();
+  while (travels(u, gather)) end_oldest();
+}
+
+void ShardedParams::end_reductions() {
+  while (std::any_of(under_way_.begin(), under_way_.end(), [](const UnderWay& w) { return !w.gather; })) end_oldest();
 }
 
 void ShardedParams::release(int u) {
   const Unit& it = unit(u);
   check(open_[std::size_t(u)] > 0, "sharded params: released more often than gathered", {{"unit", u}});
+  check(!travels(u, true), "sharded params: released while its weights travel", {{"unit", u}});
   if (--open_[std::size_t(u)] > 0) return;
   for (const int t : it.tensors) {
     auto& own = storage_[std::size_t(t)];
@@ -197,7 +205,7 @@ void ShardedParams::reduce(int u) {
 }
 
 void ShardedParams::finish_gradients() {
-  while (!under_way_.empty()) end_oldest();
+  end_reductions();
   for (Storage& own : storage_) {  // what nothing was added to
     clear(own);
     if (own.shard_blank) fill(memory_.device(), own.gradient_shard.view().data, 0, own.gradient_shard.view().bytes());
@@ -227,7 +235,7 @@ void ShardedParams::finish_gradients() {
 }
 
 void ShardedParams::publish() {
-  while (!under_way_.empty()) end_oldest();  // what was fetched for a pass that ended before
+  check(under_way_.empty(), "sharded params: published while weights or sums travel", {{"under way", std::int64_t(under_way_.size())}});
   for (std::size_t u = 0; u < units_.size(); ++u) {
     const Unit& it = units_[u];
     check(open_[u] == 0, "sharded params: published while gathered", {{"unit", std::int64_t(u)}});
@@ -248,7 +256,8 @@ void ShardedParams::publish() {
 bool ShardedParams::holds(int tensor) const { return open_[std::size_t(unit_of(tensor))] > 0; }
 
 ConstTensor ShardedParams::weight(int tensor) const {
-  check(holds(tensor), "sharded params: a weight is read while not gathered", {{"tensor", tensor}});
+  check(holds(tensor) && !travels(unit_of(tensor), true), "sharded params: a weight is read while not gathered",
+        {{"tensor", tensor}});
   const Storage& own = storage(tensor);
   const Tensor all = own.gathered.present() ? own.gathered.view() : own.weight.view();
   return all.rows(0, tensors_[std::size_t(tensor)].shape[0]);
@@ -287,6 +296,7 @@ Tensor ShardedParams::stored_gradient(int tensor, Rows rows) const {
         {{"tensor", tensor}, {"begin", rows.begin}, {"end", rows.end}, {"mine_begin", mine.begin}, {"mine_end", mine.end}});
   if (!tensors_[std::size_t(tensor)].trainable) return {};
   const Storage& own = storage(tensor);
+  check(!travels(own.unit, false), "sharded params: a gradient is read while its sum travels", {{"tensor", tensor}});
   if (!own.gradient_shard.present()) return own.gradient.view().rows(rows.begin, rows.end);
   return own.gradient_shard.view().rows(rows.begin - mine.begin, rows.end - mine.begin);
 }

@@ -11,7 +11,7 @@
 // parameter that is not trainable has no gradient anywhere.
 // Rows r of a parameter lie on dim 0, cut by parallel/shard.h over the unit's group. What is gathered or scattered has n c rows, a
 // few more than R where n does not divide R. Where gradients are reduced each micro-batch, the whole gradient of a unit exists only
-// from the first gradient() to reduce(). A group of one rank moves, copies and takes nothing, whatever its sharding.
+// from the first gradient() to the end of its reduction. A group of one rank moves, copies and takes nothing, whatever its sharding.
 #pragma once
 #include <deque>
 #include <string>
@@ -54,7 +54,8 @@ class ShardedParams {
   void open(int unit);      // as gather, for gradient() alone: no weight moves
   void release(int unit);   // with reshard_after_use the gathered weights go, else they stay until publish
   void reduce(int unit);    // collective; once a micro-batch, after the last op that adds to the unit's gradients and
-                            // before its release in backward. The sums travel while later work runs, until a later gather
+                            // before its release in backward. The sums travel while later work runs
+  void end_reductions();    // waits for the sums of all reduce() so far; called before the next block's, so that one block's travel
   void finish_gradients();  // collective; after the last micro-batch: stored_gradient() is complete everywhere
   void publish();           // collective; after the update: every stored row is the owner's new one. Also ends the life
                             // of weights kept by reshard_after_use = false. Outside a step, so after init or load, frozen
@@ -83,7 +84,7 @@ class ShardedParams {
   struct Storage {
     OwnedTensor weight;            // (n c rows, or R where nothing is gathered in place; full: c rows, its shard)
     OwnedTensor gathered;          // full only: (n c rows) while gathered
-    OwnedTensor gradient;          // (n c rows or R) for whole: resident, or from gradient() to reduce()
+    OwnedTensor gradient;          // (n c rows or R) for whole: resident, or from gradient() to the end of the reduction
     OwnedTensor gradient_shard;    // gradients, full: (c rows)
     bool blank = false;            // gradient stands for zeros, but holds anything
     bool shard_blank = false;      // the same of gradient_shard
@@ -107,6 +108,7 @@ class ShardedParams {
   };
   void begin_gather(int unit);
   void end_oldest();
+  bool travels(int unit, bool gather) const;
   void end_all_until(int unit, bool gather);  // and that too, where it is under way
   bool begin_scatter(const Unit& unit, std::vector<OwnedTensor>& sums);
 

@@ -28,7 +28,7 @@ class Solo final : public Communicator {
   void do_begin_all_to_all(std::span<const Outgoing> send, std::span<const Incoming> receive) override {
     move(receive[0].data, send[0].data, send[0].bytes);
   }
-  void do_end() override {}
+  void do_end(Purpose) override {}
   void do_broadcast(void*, std::int64_t, int) override {}
   void do_barrier() override {}
   Device device_;

@@ -128,7 +128,7 @@ TEST_CASE("FLOPs of a step by kind of layer are those counted by hand", "[core]"
 
 TEST_CASE("bytes of weights, gradients and optimizer are hand arithmetic under every sharding", "[core]") {
   using parallel::Sharding;
-  constexpr std::int64_t kAll = 308, kPinned = 56, kTrunk = 240, kHeld = 2 * (kAll - kPinned) + 4 * kPinned;
+  constexpr std::int64_t kAll = 308, kPinned = 56, kTrunk = 240, kHead = 36, kHeld = 2 * (kAll - kPinned) + 4 * kPinned;
   constexpr std::int64_t kState = 4 * (kAll - kPinned) + 8 * kAll;  // masters of bf16 weights, two moments of all
   const auto of = [](int ranks, Sharding s) { return make_plan(even_config(ranks, s)); };
 
@@ -153,13 +153,14 @@ TEST_CASE("bytes of weights, gradients and optimizer are hand arithmetic under e
 
   const Plan gradients = of(2, Sharding::gradients);
   CHECK(bytes(gradients.ranks[0], Category::weights) == kHeld);
-  CHECK(bytes(gradients.ranks[0], Category::gradients) == 4 * kAll / 2 + 4 * kTrunk);  // and the largest unit's whole ones
+  // and the largest unit's whole ones, while those of the unit above travel
+  CHECK(bytes(gradients.ranks[0], Category::gradients) == 4 * kAll / 2 + 4 * (kTrunk + kHead));
   CHECK(bytes(gradients.ranks[0], Category::optimizer) == kState / 2);
 
   const Plan full = of(2, Sharding::full);
   CHECK(bytes(full.ranks[0], Category::weights) ==
-        kHeld / 2 + 2 * (kTrunk - kPinned) + 4 * kPinned);  // and the largest unit, gathered
-  CHECK(bytes(full.ranks[0], Category::gradients) == 4 * kAll / 2 + 4 * kTrunk);
+        kHeld / 2 + 2 * (kTrunk - kPinned) + 4 * kPinned + 2 * kHead);  // and the largest unit, gathered, and the next, which comes
+  CHECK(bytes(full.ranks[0], Category::gradients) == 4 * kAll / 2 + 4 * (kTrunk + kHead));
   CHECK(bytes(full.ranks[0], Category::optimizer) == kState / 2);
 }
 

@@ -44,7 +44,27 @@ TEST_CASE("a dry group counts the bytes of every collective and follows no point
   const std::int64_t send[] = {1, 2, 1000, 4}, receive[] = {0, 0, 1000, 9};
   group->all_to_all(nullptr, send, nullptr, receive);
   CHECK(group->traffic().bytes_exchanged == 7);
-  CHECK(group->traffic().exposed() >= 0);
+}
+
+TEST_CASE("what begins apart from its end counts when it begins, and calls of one piece wait for nothing under way", "[parallel][cpu]") {
+  const auto group = dry(0, 2);
+  const Communicator::Gather gather{nullptr, nullptr, 100};
+  const Communicator::Scatter scatter{nullptr, nullptr, 10, DType::f64};
+  const Communicator::Outgoing out[] = {{nullptr, 0}, {nullptr, 5}};
+  const Communicator::Incoming in[] = {{nullptr, 0}, {nullptr, 7}};
+  CHECK_THROWS_AS(group->end(), Error);
+  group->begin_all_gather({&gather, 1});
+  group->begin_reduce_scatter({&scatter, 1});
+  group->begin_all_to_all(out, in);
+  CHECK(group->traffic().bytes_gathered == 180);
+  CHECK(group->traffic().bytes_exchanged == 5);
+  CHECK_THROWS_AS(group->all_gather({&gather, 1}), Error);
+  CHECK_THROWS_AS(group->all_reduce(Tensor(nullptr, DType::f32, {1}), Reduction::sum), Error);
+  CHECK_THROWS_AS(group->broadcast(nullptr, 1, 0), Error);
+  CHECK_THROWS_AS(group->barrier(), Error);
+  for (int i = 0; i < 3; ++i) group->end();
+  CHECK_THROWS_AS(group->end(), Error);
+  group->barrier();
 }
 
 TEST_CASE("the subgroup of a dry group knows this rank's place among its members", "[parallel][cpu]") {

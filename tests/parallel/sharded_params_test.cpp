@@ -80,6 +80,52 @@ TEST_CASE("a dry rank of four counts the memory and traffic of every sharding", 
   }
 }
 
+TEST_CASE("of units that follow each other two are gathered and one is summed at a time", "[parallel][cpu]") {
+  for (const bool reshard : {true, false})
+    for (const Sharding sharding : {Sharding::gradients, Sharding::full}) {
+      CAPTURE(reshard, int(sharding));
+      constexpr int kUnits = 5;
+      constexpr std::int64_t kBytes = 8 * 3 * 4;  // of a whole tensor, over two ranks
+      Memory memory(Device::dry);
+      const auto group = dry(0, 2);
+      std::vector<ShardedTensor> tensors;
+      std::vector<Unit> units;
+      for (int u = 0; u < kUnits; ++u) {
+        tensors.push_back({"weight", {8, 3}, DType::f32, true});
+        units.push_back({"block", {u}, group.get(), sharding});
+      }
+      ShardedParams params(memory, tensors, units, reshard);
+      const bool full = sharding == Sharding::full;
+      const std::int64_t stored = kUnits * kBytes / (full ? 2 : 1), shards = kUnits * kBytes / 2;
+      for (int micro_batch = 0; micro_batch < 2; ++micro_batch) {
+        if (micro_batch == 0) params.begin_step();
+        for (int u = kUnits - 1; u >= 0; --u) {
+          params.gather(u);
+          if (u > 0) params.prefetch(u - 1);
+          params.gradient(u);
+          if (full && reshard) CHECK(memory.now(Category::weights) == stored + (u > 0 ? 2 : 1) * kBytes);
+          params.end_reductions();
+          params.reduce(u);
+          params.release(u);
+          CHECK(memory.now(Category::gradients) == shards + kBytes);
+        }
+      }
+      CHECK(memory.peaks()[std::size_t(Category::gradients)] == shards + 2 * kBytes);
+      CHECK_THROWS_AS(params.publish(), Error);  // a sum still travels
+      CHECK_THROWS_AS(params.stored_gradient(0, {0, 4}), Error);
+      params.finish_gradients();
+      CHECK(memory.now(Category::gradients) == shards);
+      params.publish();
+      if (!full) continue;
+      params.prefetch(0);
+      params.open(0);
+      CHECK_THROWS_AS(params.weight(0), Error);  // it has not come
+      CHECK_THROWS_AS(params.release(0), Error);
+      params.gather(0);
+      CHECK(params.weight(0).shape == Shape{8, 3});
+    }
+}
+
 TEST_CASE("frozen rows are published after a load but not in a step", "[parallel][cpu]") {
   Memory memory(Device::dry);
   const auto group = dry(0, 4);

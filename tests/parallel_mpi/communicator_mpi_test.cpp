@@ -271,3 +271,42 @@ TEST_CASE("a status of MPI becomes an Error with its place and the exit code of 
 }
 
 TEST_CASE("MPI names its version", "[parallel][mpi]") { CHECK(mpi_version().size() > 4); }
+
+TEST_CASE("a gather, a sum and exchanges travel at once on one group and on two, and each ends as alone", "[parallel][mpi]") {
+  const auto world = mpi_world();
+  const int n = world->size(), me = world->rank();
+  std::vector<int> all(std::size_t(n), 0);
+  std::iota(all.begin(), all.end(), 0);
+  const auto other = world->subgroup(all);
+  std::vector<double> mine{double(me), double(10 * me)}, gathered(std::size_t(2 * n));
+  std::vector<double> parts(std::size_t(n), double(me + 1)), sum(1);
+  std::vector<std::vector<double>> sent, came;
+  const Communicator::Gather gather{mine.data(), gathered.data(), 16};
+  const Communicator::Scatter scatter{parts.data(), sum.data(), 1, DType::f64};
+  for (int round = 0; round < 3; ++round) {
+    sent.emplace_back();
+    came.emplace_back(std::size_t(n));
+    for (int r = 0; r < n; ++r) sent.back().push_back(1000 * round + 10 * me + r);
+  }
+  const auto begin_exchange = [&](Communicator& group, std::size_t round) {
+    std::vector<Communicator::Outgoing> out;
+    std::vector<Communicator::Incoming> in;
+    for (std::size_t r = 0; r < std::size_t(n); ++r) {
+      out.push_back({&sent[round][r], 8});
+      in.push_back({&came[round][r], 8});
+    }
+    group.begin_all_to_all(out, in);
+  };
+  begin_exchange(*world, 0);
+  other->begin_all_gather({&gather, 1});
+  begin_exchange(*world, 1);
+  world->begin_reduce_scatter({&scatter, 1});
+  begin_exchange(*other, 2);
+  for (int i = 0; i < 3; ++i) world->end();
+  for (int i = 0; i < 2; ++i) other->end();
+  CHECK(sum[0] == n * (n + 1) / 2);
+  for (int r = 0; r < n; ++r) {
+    CHECK(gathered[std::size_t(2 * r + 1)] == 10 * r);
+    for (std::size_t round = 0; round < 3; ++round) CHECK(came[round][std::size_t(r)] == 1000 * double(round) + 10 * r + me);
+  }
+}
