@@ -1,0 +1,35 @@
+// dropout.h -- some of the inputs left out, the others enlarged; which ones is a function of (seed, stream, place in the run's
+// text).
+//
+//   y[t,i] = x[t,i] / (1 - share) where r(t,i) >= share 2^32, else 0
+//   r(t,i)   32 of the bits of philox(seed, stream, n / 4), the (n mod 4)-th word, n = (first_token + t) I + i      ops/random.h
+//
+// Its own adjoint: dx is y for x = dy. y may be x. Rounded once. Repeatable, however tokens are cut over ranks and micro-batches.
+#pragma once
+#include "ops/context.h"
+
+namespace moetrain::ops {
+
+struct Dropout {
+  std::uint64_t seed, stream;
+  std::int64_t first_token;
+  double share;   // dropped, [0, 1)
+  ConstTensor x;  // (T, I)
+  Tensor y;       // (T, I), of x's type
+  void check_shapes() const {
+    check(x.shape.rank() == 2 && x.shape == y.shape && x.dtype == y.dtype && is_floating(x.dtype),
+          "dropout: y is not like x (T, I)", {{"x", x.count()}, {"y", y.count()}, {"dtype", std::int64_t(x.dtype)}});
+    check(share >= 0 && share < 1 && first_token >= 0, "dropout: the share is not in [0, 1), or the place is negative",
+          {{"first_token", first_token}});
+  }
+};
+
+namespace cpu {
+void dropout(Context&, const Dropout&);
+}  // namespace cpu
+
+inline void dropout(Context& ctx, const Dropout& a) {
+  dispatch(ctx, "dropout", a, [&] { cpu::dropout(ctx, a); });
+}
+
+}  // namespace moetrain::ops
