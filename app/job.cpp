@@ -38,10 +38,13 @@ void judge_values(const JobArguments& job, const io::YamlNode& tree, int ranks, 
   else if (const std::string why = io::folder_fault(config.run.dir); !why.empty())
     faults.push_back({line_of_key(tree, "run", "dir"), "run.dir", "'" + config.run.dir + "' cannot be the run folder: " + why});
   try {
-    if (!judged("model") && !judged("parallel") && !judged("training")) core::count_parameters(config);
+    if (!judged("model") && !judged("parallel") && !judged("training") && !judged("lora")) core::count_parameters(config);
   } catch (const Error& wrong) {  // patterns can only be judged against the names of the model
-    const bool patterns = std::string(wrong.what()).starts_with("training.trainable");
-    faults.push_back({patterns ? line_of_key(tree, "training", "trainable") : 0, "", wrong.what()});
+    const std::string text = wrong.what();
+    const auto line = [&](const char* section, const char* key) {
+      return text.starts_with(std::string(section) + "." + key) ? line_of_key(tree, section, key) : 0;
+    };
+    faults.push_back({std::max({line("training", "trainable"), line("lora", "target"), line("lora", "dropout")}), "", text});
   }
 }
 

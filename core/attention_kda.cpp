@@ -24,7 +24,7 @@ AttentionKda::AttentionKda(const ModelConfig& m, ParamTable& table, int layer, c
   };
   auto stream = [&](const std::string& letter) {
     const int proj = matrix((letter + "_proj").c_str(), P_, D);
-    return Stream{proj, pinned(letter + "_conv1d.weight", {P_, 1, taps}, Init::conv)};
+    return Stream{proj, pinned(letter + "_conv1d.weight", {P_, 1, taps}, Init::fan_in)};
   };
   q_ = stream("q");
   k_ = stream("k");

@@ -56,6 +56,12 @@ AttentionMla::AttentionMla(const ModelConfig& m, ParamTable& table, int layer, c
   }
 }
 
+bool AttentionMla::trained(const Pass& pass) const {
+  const auto learns = [&](int id) { return id >= 0 && (pass.table[id].trainable || pass.table[id].adapter.present()); };
+  return learns(index_.wq_b) || learns(index_.wk) || learns(index_.k_norm) || learns(index_.k_norm_bias) ||
+         learns(index_.weights_proj);
+}
+
 bool AttentionMla::sparse(const Config& config) const { return dsa_ && config.loss.indexer_stage == IndexerStage::sparse; }
 
 std::int64_t AttentionMla::selected(const Config& config, std::int64_t longest) const {
@@ -88,7 +94,8 @@ AttentionMla::IndexInputs AttentionMla::index_inputs(Pass& pass, ConstTensor x, 
 void AttentionMla::index_loss(Pass& pass, const IndexInputs& in, ConstTensor probability, ConstTensor indices, Kept& k) const {
   Scope scope(pass.ctx.scratch);
   const bool for_backward =
-      pass.mode == PassMode::recompute || pass.config.memory.activation_checkpointing == Checkpointing::none;
+      trained(pass) && (pass.mode == PassMode::recompute || pass.config.memory.activation_checkpointing == Checkpointing::none);
+  if (!for_backward && !pass.sums()) return;
   if (for_backward) {
     k.dqi = pass.keep(in.q.shape);
     k.dki = pass.keep(in.k.shape);

@@ -42,6 +42,7 @@ class AttentionMla {
     Tensor q, k, weights;
   };
   bool sparse(const Config& config) const;
+  bool trained(const Pass& pass) const;  // any parameter of the indexer
   IndexInputs index_inputs(Pass& pass, ConstTensor x, Kept& kept) const;
   void index_loss(Pass& pass, const IndexInputs& in, ConstTensor probability, ConstTensor indices, Kept& kept) const;
   void index_backward(Pass& pass, const Kept& kept) const;

@@ -186,7 +186,7 @@ namespace {
 
 // Whole sections, and the keys of others that decide which data comes next, how it is stored and what has optimizer state.
 void check_same_run(const io::YamlNode& here, const io::YamlNode& there, const std::string& path) {
-  const auto d = first_difference(here, there, {"model", "data", "optimizer", "run.seed", "run.dtype", "training.trainable"},
+  const auto d = first_difference(here, there, {"model", "data", "optimizer", "lora", "run.seed", "run.dtype", "training.trainable"},
                                   {"data.eval", "data.bad_lines", "model.init_from", "model.preset"});
   if (d)
     throw Error(path + ": belongs to another job: " + d->key + " is " + d->there + " there and " + d->here +

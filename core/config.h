@@ -142,6 +142,14 @@ struct MemoryConfig {
   Checkpointing activation_checkpointing = Checkpointing::none;
 };
 
+struct LoraConfig {
+  std::int64_t rank = 8;
+  double alpha = 8, dropout = 0;
+  bool rslora = false;                   // scale alpha / sqrt(rank) instead of alpha / rank
+  bool shared_a = false;                 // one A for all experts of a layer
+  std::vector<std::string> target;       // core/lora.h
+};
+
 struct CheckpointConfig {
   std::int64_t every = 0;                // steps; 0: at the end only
   std::int64_t keep = 2;
@@ -165,6 +173,7 @@ struct Config {
   LossConfig loss;
   MoeConfig moe;
   MemoryConfig memory;
+  std::optional<LoraConfig> lora;        // absent: no adapters
   CheckpointConfig checkpoint;
   MonitorConfig monitor;
 

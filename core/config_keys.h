@@ -260,7 +260,8 @@ void visit(V& v, TrainingConfig& c) {
   v.key("grad_clip", c.grad_clip, "largest global norm of the gradient; 0: not clipped", at_least(0));
   v.key("eval_every", c.eval_every, "steps between evaluations; 0: at the end only, where data.eval is given", size_from(0));
   v.key("eval_batches", c.eval_batches, "micro-batches a data coordinate evaluates", size_from(1));
-  v.key("trainable", c.trainable, "names of the parameters that are trained, with * and ?; none: all");
+  v.key("trainable", c.trainable,
+        "names of the parameters that are trained, with * and ?; none: all, with lora the adapters alone");
   v.key("max_nonfinite", c.max_nonfinite, "steps in a row whose gradient is not finite before the run gives up", size_from(1));
 }
 
@@ -332,6 +333,18 @@ void visit(V& v, MemoryConfig& c) {
 }
 
 template <class V>
+void visit(V& v, LoraConfig& c) {
+  v.key("rank", c.rank, "rank of every adapter, an expert's too", size_from(1));
+  v.key("alpha", c.alpha, "an adapter counts alpha / rank", positive());
+  v.key("dropout", c.dropout, "share of an adapter's inputs that a training step drops; on the CPU only, and not with experts",
+        fraction());
+  v.key("rslora", c.rslora, "an adapter counts alpha / sqrt(rank)");
+  v.key("shared_a", c.shared_a, "the experts of a layer share the factor A and have their own B");
+  v.key("target", c.target, "what gets adapters: attention, shared, expert_proj, latent, head, or names of matrices with * and ?",
+        size_from(1).need());
+}
+
+template <class V>
 void visit(V& v, CheckpointConfig& c) {
   v.key("every", c.every, "steps between checkpoints; 0: at the end only", size_from(0));
   v.key("keep", c.keep, "newest checkpoints kept; 0: all", size_from(0));
@@ -361,7 +374,7 @@ void visit(V& v, Config& c) {
   v.section("loss", c.loss, keys);
   v.section("moe", c.moe, keys);
   v.section("memory", c.memory, keys);
-  v.undone("lora", "train adapters");
+  v.section("lora", c.lora, keys);
   v.section("checkpoint", c.checkpoint, keys);
   v.section("monitor", c.monitor, keys);
 }

@@ -2,7 +2,6 @@
 #include "core/head.h"
 
 #include "core/projection.h"
-#include "ops/cross_entropy.h"
 #include "ops/elementwise.h"
 #include "ops/rmsnorm.h"
 
@@ -41,23 +40,18 @@ void Head::forward(Pass& pass, const Bank& bank, ConstTensor p, Kept& k) const {
   k.in_r = pass.keep_real({p.shape[0]});
   k.hidden = pass.keep(p.shape);
   ops::rmsnorm(pass.ctx, ops::RmsNormForward{.x = k.in, .w = pass.params.weight(norm_), .y = k.hidden, .r = k.in_r, .eps = eps_});
-  const bool training = pass.mode != PassMode::evaluate;
-  if (training) k.dhidden = pass.keep(p.shape);
-  const ConstTensor w = pass.params.weight(weight_);
-  const LossBlocks blocks = chosen_blocks(pass.config.loss, pass.ctx, pass.dtype, w.shape[0]);
-  const auto [dweight, write] = training ? pass.params.first_gradient(weight_) : parallel::ShardedParams::FirstGradient{};
+  if (pass.mode != PassMode::evaluate) k.dhidden = pass.keep(p.shape);
+  const LossBlocks blocks = chosen_blocks(pass.config.loss, pass.ctx, pass.dtype, pass.params.weight(weight_).shape[0]);
   const auto category = pass.ctx.scratch.set_category(Category::loss);
-  ops::cross_entropy(pass.ctx,
-                     ops::CrossEntropy{.hidden = k.hidden,
-                                       .weight = w,
-                                       .labels = pass.batch.labels,
-                                       .seq_chunk = blocks.seq,
-                                       .vocab_chunk = blocks.vocab,
-                                       .gradient_scale = pass.scales.per_label,
-                                       .loss = pass.losses.lm,
-                                       .dhidden = k.dhidden,
-                                       .dweight = dweight,
-                                       .write_dweight = write});
+  project_loss(pass, weight_,
+               ops::CrossEntropy{.hidden = k.hidden,
+                                 .weight = {},
+                                 .labels = pass.batch.labels,
+                                 .seq_chunk = blocks.seq,
+                                 .vocab_chunk = blocks.vocab,
+                                 .gradient_scale = pass.scales.per_label,
+                                 .loss = pass.losses.lm,
+                                 .dhidden = k.dhidden});
   pass.ctx.scratch.set_category(category);
 }
 

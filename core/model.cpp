@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "core/lora.h"
 #include "ops/embedding.h"
 
 namespace moetrain::core {
@@ -91,6 +92,14 @@ void Model::forward(Pass& pass, const Layout& layout, Tensor logits, std::span<c
   }
 }
 
+// Nothing below it has a gradient: backward ends there.
+std::size_t Model::lowest_trained(const parallel::ShardedParams& params, const Layout& layout) const {
+  if (params.trains(layout.embedding)) return 0;
+  for (std::size_t l = 0; l < blocks_.size(); ++l)
+    if (params.trains(layout.trunk[l]) || (layout.experts[l] >= 0 && params.trains(layout.experts[l]))) return l;
+  return blocks_.size();
+}
+
 void Model::backward(Pass& pass, const Layout& layout) {
   Scope scope(pass.ctx.scratch);
   auto& params = pass.params;
@@ -98,7 +107,8 @@ void Model::backward(Pass& pass, const Layout& layout) {
     bank_.gradients.push_back(pass.ctx.scratch.zeros(pass.real(), {pass.T(), D_}));
   }
   const Tensor dp = pass.scratch_real({pass.T(), D_});
-  prefetch_layer(pass, layout, blocks_.size() - 1);
+  const std::size_t lowest = lowest_trained(params, layout);
+  if (lowest < blocks_.size()) prefetch_layer(pass, layout, blocks_.size() - 1);
   head_->backward(pass, bank_, head_kept_, dp);
   params.reduce(layout.head);
   params.release(layout.head);
@@ -106,11 +116,11 @@ void Model::backward(Pass& pass, const Layout& layout) {
 
   Pass again = pass;
   again.mode = PassMode::recompute;
-  for (std::size_t l = blocks_.size(); l-- > 0;) {
+  for (std::size_t l = blocks_.size(); l-- > lowest;) {
     const Range range(("layer " + std::to_string(l) + " backward").c_str());
     LayerState& s = layers_[l];
     gather_layer(pass, layout, l);
-    if (l > 0) prefetch_layer(pass, layout, l - 1);
+    if (l > lowest) prefetch_layer(pass, layout, l - 1);
     if (pass.config.memory.activation_checkpointing != Checkpointing::none)
       blocks_[l].forward(again, bank_, s.p_in, s.kept, s.decisions, s.p_out);
     blocks_[l].backward(pass, bank_, s.kept, s.decisions, dp);
@@ -131,6 +141,12 @@ void Model::backward(Pass& pass, const Layout& layout) {
 ParamTable parameters_of(const ModelConfig& model) {
   ParamTable table;
   Model(model, table);
+  return table;
+}
+
+ParamTable parameters_of(const Config& config) {
+  ParamTable table = parameters_of(config.model);
+  choose_trained(config, table);
   return table;
 }
 

@@ -32,6 +32,7 @@ class Model {
   void gather_layer(Pass& pass, const Layout& layout, std::size_t l) const;
   void release_layer(Pass& pass, const Layout& layout, std::size_t l) const;
   void reduce_layer(Pass& pass, const Layout& layout, std::size_t l) const;
+  std::size_t lowest_trained(const parallel::ShardedParams& params, const Layout& layout) const;
 
   std::int64_t D_;
   bool tied_;
@@ -47,5 +48,6 @@ class Model {
 };
 
 ParamTable parameters_of(const ModelConfig& model);  // what a Model declares
+ParamTable parameters_of(const Config& config);      // and the adapters of a job, frozen and trained as it says
 
 }  // namespace moetrain::core

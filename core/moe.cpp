@@ -228,14 +228,14 @@ void Moe::run_experts_backward(Pass& pass, const Kept& k, ConstTensor dcombined,
   meanwhile();
   send(1);
   const Tensor dgates = pass.scratch({R, F_}), dups = pass.scratch({R, F_});
-  const auto dw1 = pass.params.first_gradient(w1_), dw2 = pass.params.first_gradient(w2_), dw3 = pass.params.first_gradient(w3_);
+  const auto dw1 = grouped_gradient(pass, w1_), dw2 = grouped_gradient(pass, w2_), dw3 = grouped_gradient(pass, w3_);
   for (std::size_t c = 0; c < k.plan.parts.size(); ++c) {
     const auto& part = k.plan.parts[c];
     const Tensor d = part.of(dreceived), dgate = part.of(dgates), dup = part.of(dups);
     const Tensor received = part.of(k.received);
     if (!alone) pass.exchange->finish_out(ctx, part, travelling, d);
     project_grouped_backward(pass, w2_, part, d, dgate);
-    project_grouped_gradient(pass, dw2, part, d, part.of(k.act));
+    project_grouped_gradient(pass, w2_, dw2, part, d, part.of(k.act));
     ops::glu(ctx, ops::GluBackward{.kind = act_,
                                    .beta = beta_,
                                    .linear_beta = linear_beta_,
@@ -247,7 +247,7 @@ void Moe::run_experts_backward(Pass& pass, const Kept& k, ConstTensor dcombined,
     project_grouped_backward(pass, TwoWeights{w1_, w3_}, part, dgate, dup, d);
     send(c + 2);
     if (!alone) pass.exchange->begin_back(ctx, part, d, travelling, dslots);
-    project_grouped_gradient(pass, TwoGradients{dw1, dw3}, part, dgate, dup, received);
+    project_grouped_gradient(pass, TwoWeights{w1_, w3_}, TwoGradients{dw1, dw3}, part, dgate, dup, received);
   }
   if (!alone) pass.exchange->finish_back();
   ops::collect_rows(ctx, ops::CollectRows{.rows = dslots, .slot_row = k.slot_row, .weights = {}, .y = dz});

@@ -22,7 +22,6 @@ int ParamTable::find(const std::string& name) const {
 }
 
 void ParamTable::freeze_all_but(const std::vector<std::string>& patterns) {
-  if (patterns.empty()) return;
   std::vector<bool> used(patterns.size());
   for (Param& p : params_) {
     bool wanted = false;
@@ -33,8 +32,6 @@ void ParamTable::freeze_all_but(const std::vector<std::string>& patterns) {
   }
   for (std::size_t i = 0; i < patterns.size(); ++i)
     if (!used[i]) throw Error("training.trainable: pattern '" + patterns[i] + "' matches no parameter", ExitCode::bad_job);
-  if (std::none_of(params_.begin(), params_.end(), [](const Param& p) { return p.trainable; }))
-    throw Error("training.trainable: the patterns leave nothing to train", ExitCode::bad_job);
 }
 
 std::int64_t ParamTable::count() const {
@@ -53,8 +50,8 @@ double initial_value(const Param& p, double initializer_range, std::uint64_t see
       return 1;
     case Init::zero:
       return 0;
-    case Init::conv:
-      return (2 * ops::uniform(seed, stream, i) - 1) / std::sqrt(double(p.shape[2]));
+    case Init::fan_in:
+      return (2 * ops::uniform(seed, stream, i) - 1) / std::sqrt(double(p.shape[p.shape.rank() - 1]));
     case Init::log_decay:
       return std::log(1 + 15 * ops::uniform(seed, stream, i));
     case Init::dt_bias: {

@@ -15,13 +15,20 @@ enum class Init : std::uint8_t {
   normal,     // N(0, initializer_range^2)
   one,        // norms
   zero,       // AttnRes queries, biases
-  conv,       // U(-k^-1/2, k^-1/2), k the taps of a channel
+  fan_in,     // U(-k^-1/2, k^-1/2), k the last dim: taps of a channel, inputs of an adapter
   log_decay,  // log U(1, 16): softplus gate
   dt_bias     // inverse softplus of dt = exp U(log 1e-3, log 1e-1), at least 1e-4
 };
 
 // Which kind of rank group cuts a parameter, and when it is gathered.
 enum class UnitKind : std::uint8_t { embedding, trunk, experts, head, router_bias };
+
+// The low-rank factors beside a matrix W: its products are those of W + scale B A (core/lora.h).
+struct Adapter {
+  int a = -1, b = -1;  // parameters; -1: none
+  double scale = 0, dropout = 0;
+  bool present() const { return a >= 0; }
+};
 
 struct Param {
   std::string name;  // of the public checkpoint; the experts of a layer stacked on dim 0
@@ -32,7 +39,8 @@ struct Param {
   int layer = -1;       // -1: outside the blocks
   UnitKind unit = UnitKind::trunk;
   bool trainable = true;  // has a gradient
-  bool frozen = false;    // left out by training.trainable: nothing changes it, balancing neither
+  bool frozen = false;    // the job leaves it as it is: nothing changes it, balancing neither
+  Adapter adapter = {};
 };
 
 class ParamTable {
@@ -43,6 +51,7 @@ class ParamTable {
   const Param& operator[](int i) const { return params_[std::size_t(i)]; }
   int size() const { return int(params_.size()); }
   void freeze_all_but(const std::vector<std::string>& patterns);  // io/pattern.h; one that matches nothing is an Error
+  void attach(int i, const Adapter& adapter) { params_[std::size_t(i)].adapter = adapter; }
   std::int64_t count() const;                                     // elements
 
  private:

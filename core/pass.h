@@ -2,7 +2,7 @@
 #pragma once
 #include <span>
 
-#include "core/config.h"
+#include "core/params.h"
 #include "ops/context.h"
 #include "ops/documents.h"
 #include "parallel/expert_exchange.h"
@@ -50,6 +50,7 @@ struct Pass {
   ops::Context& ctx;
   Stack& kept;  // what forward keeps for backward
   parallel::ShardedParams& params;
+  const ParamTable& table;
   parallel::ExpertExchange* exchange;  // null without experts
   parallel::Communicator& everyone;    // the ranks that share a global batch
   const Config& config;
@@ -59,6 +60,7 @@ struct Pass {
   BalanceSums balance;
   PassMode mode = PassMode::train;
   DType dtype = DType::f32;  // of activations
+  std::int64_t first_token = 0;  // of this rank's text in the run's: what dropout is a function of
 
   DType real() const { return real_of(dtype); }
   std::int64_t T() const { return batch.T(); }

@@ -14,7 +14,7 @@ bool holds(const std::string& name, const char* part) { return name.find(part) !
 // The sum that the products of this weight belong to; null for what never multiplies as a matrix. Those are the parameters that
 // do not decay: norms, convolutions, gates, biases and the queries of attention residuals.
 double* flops_of(StepFlops& f, const Param& p, const ModelConfig& m) {
-  if (p.unit == UnitKind::experts) return &f.experts;
+  if (p.unit == UnitKind::experts || holds(p.name, ".block_sparse_moe.experts.")) return &f.experts;
   if (!p.decay) return nullptr;
   if (p.unit == UnitKind::embedding) return m.tie_word_embeddings ? &f.head : nullptr;
   if (p.unit == UnitKind::head) return &f.head;
@@ -158,8 +158,7 @@ bool alike(const RankPlan& a, const RankPlan& b) {
 
 ParameterCounts count_parameters(const Config& config) {
   constexpr std::int64_t kMostParameters = std::int64_t(1) << 56;  // weights, gradients and moments are 18 bytes of each
-  ParamTable table = parameters_of(config.model);
-  table.freeze_all_but(config.training.trainable);
+  const ParamTable table = parameters_of(config);
   ParameterCounts n;
   std::int64_t read_only_as_rows = 0;
   for (const Param& p : table.all()) {
@@ -183,28 +182,39 @@ StepFlops step_flops(const Config& config, std::int64_t tokens) {
   const ModelConfig& m = config.model;
   const bool sparse = m.dsa && config.loss.indexer_stage == IndexerStage::sparse;
   const bool indexes = sparse || (m.dsa && config.loss.indexer_coefficient != 0);
-  const ParamTable table = parameters_of(m);
-  StepFlops f;  // of one token's forward, until the end
+  const ParamTable table = parameters_of(config);
+  std::int64_t lowest = m.num_hidden_layers;  // layer that backward reaches
+  bool indexer_learns = false;
+  for (const Param& p : table.all()) {
+    if (p.trainable && p.layer >= 0) lowest = std::min<std::int64_t>(lowest, p.layer);
+    if (p.trainable && p.unit == UnitKind::embedding) lowest = 0;
+    indexer_learns = indexer_learns || (p.trainable && holds(p.name, ".indexer."));
+  }
+  const auto reached = [&](std::int64_t layer) { return layer < 0 || layer >= lowest; };
+
+  StepFlops f;  // of one token, until the end
   for (const Param& p : table.all()) {
     double* sum = flops_of(f, p, m);
     if (sum == nullptr) continue;
-    const double share = p.unit == UnitKind::experts ? double(m.num_experts_per_token) / double(m.num_experts) : 1;
-    *sum += 2 * double(p.shape.count()) * share;
+    double share = 1;
+    if (sum == &f.experts) share = double(m.num_experts_per_token) / double(p.unit == UnitKind::experts ? m.num_experts : 1);
+    const bool dx = sum == &f.indexer ? p.trainable : reached(p.layer);
+    *sum += 2 * double(p.shape.count()) * share * (1 + dx + p.trainable);
   }
   for (std::int64_t l = 0; l < m.num_hidden_layers; ++l) {
+    const double passes = reached(l) ? 3 : 1;
     if (!m.full_attention(l)) {
-      f.kda += kda_core(m);
+      f.kda += passes * kda_core(m);
       continue;
     }
-    f.attention += attention_core(config, sparse);
+    f.attention += passes * attention_core(config, sparse);
     if (m.dsa)
-      f.indexer += 2 * double(m.dsa->index_n_heads * m.dsa->index_head_dim) *
+      f.indexer += (indexer_learns ? 3 : 1) * 2 * double(m.dsa->index_n_heads * m.dsa->index_head_dim) *
                    keys_per_query(config.data.sequence_length, config.data.sequence_length);
   }
   if (!indexes) f.indexer = 0;
-  constexpr double kForwardAndBackward = 3;
   for (double* sum : {&f.kda, &f.attention, &f.indexer, &f.dense_mlp, &f.experts, &f.shared_experts, &f.latent, &f.router, &f.head})
-    *sum *= kForwardAndBackward * double(tokens);
+    *sum *= double(tokens);
   return f;
 }
 
@@ -213,7 +223,7 @@ Plan make_plan(const Config& config) {
   plan.parameters = count_parameters(config);
   plan.tokens = tokens_of_step(config);
   plan.flops = step_flops(config, plan.tokens);
-  const Kinds kinds(config, parameters_of(config.model));
+  const Kinds kinds(config, parameters_of(config));
   std::map<Kinds::Kind, std::size_t> planned;  // which of plan.ranks
   for (int rank = 0; rank < config.parallel.mesh().ranks(); ++rank) {
     const auto [it, fresh] = planned.try_emplace(kinds.of(rank), plan.ranks.size());

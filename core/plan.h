@@ -19,8 +19,9 @@ struct ParameterCounts {
 };
 ParameterCounts count_parameters(const Config& config);
 
-// Multiplications and additions (2 a product) of one step's forward and backward (backward: twice forward; recomputation not
-// counted), by kind of layer, over all ranks' tokens. Attention counts causal pairs of full sequences, sparse attention the selected ones.
+// Multiplications and additions (2 a product) of one step's forward and backward (backward: twice forward, once where a matrix is
+// frozen, not at all below the lowest layer that learns; recomputation not counted), by kind of layer, over all ranks' tokens.
+// Attention counts causal pairs of full sequences, sparse attention the selected ones.
 struct StepFlops {
   double kda = 0, attention = 0, indexer = 0, dense_mlp = 0, experts = 0, shared_experts = 0, latent = 0, router = 0, head = 0;
   double total() const { return kda + attention + indexer + dense_mlp + experts + shared_experts + latent + router + head; }

@@ -1,4 +1,5 @@
 // train_step.cpp -- one optimizer step: batch, forward, backward, sums over ranks, norm, update, balance.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -26,10 +27,11 @@ StepResult Trainer::step(std::span<const io::Batch> micro_batches) {
     result.skipped = Skipped::no_labels;
   } else {
     params_->begin_step();
-    for (const io::Batch& host : micro_batches) {
+    for (std::size_t m = 0; m < micro_batches.size(); ++m) {
       Scope scope(kept_);
-      const MicroBatch batch = upload(host);
+      const MicroBatch batch = upload(micro_batches[m]);
       Pass pass = make_pass(batch, totals, PassMode::train);
+      pass.first_token = first_sequence(std::int64_t(m)) * config_.data.sequence_length;
       model_.forward(pass, layout_);
       model_.backward(pass, layout_);
     }
@@ -87,6 +89,7 @@ Pass Trainer::make_pass(const MicroBatch& batch, const Totals& totals, PassMode 
   return {.ctx = ctx_,
           .kept = kept_,
           .params = *params_,
+          .table = table_,
           .exchange = exchange_.get(),
           .everyone = *mesh_.world().data,
           .config = config_,
@@ -137,8 +140,9 @@ void Trainer::reduce_counts(StepResult& result) {
 void Trainer::update_balance(const StepResult& result) {
   const Balance rule = config_.moe.balance;
   if (rule != Balance::quantile && rule != Balance::sign) return;
-  if (histogram_.present()) mesh_.world().data->all_reduce(histogram_.view(), parallel::Reduction::sum);
   const auto biases = model_.router_biases();
+  if (std::all_of(biases.begin(), biases.end(), [&](int bias) { return table_[bias].frozen; })) return;
+  if (histogram_.present()) mesh_.world().data->all_reduce(histogram_.view(), parallel::Reduction::sum);
   const std::int64_t E = config_.model.num_experts;
   for (std::size_t l = 0; l < biases.size(); ++l) {
     if (table_[biases[l]].frozen) continue;

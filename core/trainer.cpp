@@ -1,6 +1,7 @@
 // trainer.cpp -- bring-up of a run's state, fresh weights, and evaluation.
 #include "core/trainer.h"
 
+#include "core/lora.h"
 #include "core/together.h"
 #include "ops/random.h"
 #include "ops/random_normal.h"
@@ -29,7 +30,9 @@ Trainer::Trainer(const Config& config, std::unique_ptr<parallel::Communicator> w
 }
 
 void Trainer::allocate(bool poison) {
-  table_.freeze_all_but(config_.training.trainable);
+  choose_trained(config_, table_);
+  if (config_.lora && config_.lora->dropout > 0 && memory_.device() == Device::cuda)
+    throw Error("lora.dropout: runs on the CPU only", ExitCode::bad_job);
   layout_ = make_layout(config_, table_, mesh_);
   params_ = std::make_unique<parallel::ShardedParams>(memory_, layout_.tensors, layout_.units, config_.parallel.reshard_after_use, poison);
   optimizer_ = std::make_unique<Optimizer>(memory_, config_.optimizer, table_, *params_);
@@ -49,29 +52,31 @@ void Trainer::allocate(bool poison) {
 }
 
 void Trainer::initialize() {
-  for (int i = 0; i < table_.size(); ++i) {
-    if (memory_.device() == Device::dry) break;
-    const auto rows = params_->update_rows(i);
-    const auto first = layout_.first_row[std::size_t(i)];
-    const parallel::Rows whole{first + rows.begin, first + rows.end};
-    auto fresh = [&](Tensor to) {
-      if (!to.present()) return;
-      if (table_[i].init == Init::normal)
-        return ops::random_normal(ctx_, ops::RandomNormal{.seed = config_.run.seed,
-                                                          .stream = ops::stream_of(table_[i].name),
-                                                          .first = whole.begin * table_[i].shape.row(),
-                                                          .deviation = config_.model.initializer_range,
-                                                          .y = to});
-      if (memory_.device() == Device::cpu)
-        return initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, to);
-      std::vector<std::byte> host(std::size_t(to.bytes()));
-      initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, {host.data(), to.dtype, to.shape});
-      copy_to_device(memory_.device(), to.data, host.data(), to.bytes());
-    };
-    fresh(params_->stored(i, rows));
-    if (optimizer_->has_master(i)) fresh(optimizer_->master(i, rows));
-  }
+  for (int i = 0; i < table_.size(); ++i) initialize(i);
   params_->publish();
+}
+
+void Trainer::initialize(int i) {
+  if (memory_.device() == Device::dry) return;
+  const auto rows = params_->update_rows(i);
+  const auto first = layout_.first_row[std::size_t(i)];
+  const parallel::Rows whole{first + rows.begin, first + rows.end};
+  auto fresh = [&](Tensor to) {
+    if (!to.present()) return;
+    if (table_[i].init == Init::normal)
+      return ops::random_normal(ctx_, ops::RandomNormal{.seed = config_.run.seed,
+                                                        .stream = ops::stream_of(table_[i].name),
+                                                        .first = whole.begin * table_[i].shape.row(),
+                                                        .deviation = config_.model.initializer_range,
+                                                        .y = to});
+    if (memory_.device() == Device::cpu)
+      return initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, to);
+    std::vector<std::byte> host(std::size_t(to.bytes()));
+    initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, {host.data(), to.dtype, to.shape});
+    copy_to_device(memory_.device(), to.data, host.data(), to.bytes());
+  };
+  fresh(params_->stored(i, rows));
+  if (optimizer_->has_master(i)) fresh(optimizer_->master(i, rows));
 }
 
 Progress Trainer::progress() const {
@@ -86,11 +91,14 @@ void Trainer::set_progress(const Progress& p) {
 }
 
 std::vector<io::Batch> Trainer::next_batches(const io::BatchSource& source) const {
-  const std::int64_t C = mesh_.data_coordinates(), d = mesh_.data_coordinate(), size = config_.training.micro_batch_size;
   std::vector<io::Batch> batches;
   for (std::int64_t m = 0; m < config_.training.gradient_accumulation; ++m)
-    batches.push_back(source.read(progress_.sequences + (m * C + d) * size, size));
+    batches.push_back(source.read(first_sequence(m), config_.training.micro_batch_size));
   return batches;
+}
+
+std::int64_t Trainer::first_sequence(std::int64_t m) const {
+  return progress_.sequences + (m * mesh_.data_coordinates() + mesh_.data_coordinate()) * config_.training.micro_batch_size;
 }
 
 std::vector<io::Batch> Trainer::evaluation_batches(const io::BatchSource& source, std::int64_t batches) const {

@@ -36,7 +36,8 @@ class Trainer {
   // `world` has as many ranks as the job's mesh. Collective: fails on every rank or on none. Weights are uninitialised.
   Trainer(const Config& config, std::unique_ptr<parallel::Communicator> world, Device device, bool poison = false);
 
-  void initialize();  // fresh weights, a function of the seed
+  void initialize();              // fresh weights, a function of the seed
+  void initialize(int parameter);  // those of one, not yet published
   // One step over this rank's micro-batches (as many on every rank). Collective.
   StepResult step(std::span<const io::Batch> micro_batches);
   // The micro-batches of this rank for the next step: sequence n of the run is the same under every layout.
@@ -70,6 +71,7 @@ class Trainer {
   void zero_sums();
 
  private:
+  std::int64_t first_sequence(std::int64_t micro_batch) const;  // of the next step, of all that the run reads
   void allocate(bool poison);  // this rank's share of weights, gradients and optimizer state
   void reduce_losses(const Totals& totals, StepResult& result);
   void reduce_counts(StepResult& result);

@@ -57,6 +57,10 @@ const Unit& ShardedParams::unit(int unit) const {
   return units_[std::size_t(unit)];
 }
 int ShardedParams::unit_of(int tensor) const { return storage(tensor).unit; }
+bool ShardedParams::trains(int u) const {
+  const auto& tensors = unit(u).tensors;
+  return std::any_of(tensors.begin(), tensors.end(), [&](int t) { return tensors_[std::size_t(t)].trainable; });
+}
 
 std::int64_t ShardedParams::padded_shard_rows(int tensor) const {
   return shard_rows(tensors_[std::size_t(tensor)].shape[0], unit(unit_of(tensor)).group->size());

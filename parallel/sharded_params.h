@@ -79,6 +79,7 @@ class ShardedParams {
   const std::vector<ShardedTensor>& tensors() const { return tensors_; }
   const std::vector<Unit>& units() const { return units_; }
   int unit_of(int tensor) const;
+  bool trains(int unit) const;  // any of its tensors
 
  private:
   struct Storage {

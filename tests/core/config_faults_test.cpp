@@ -231,7 +231,6 @@ TEST_CASE("names of the job format that this version does not do are refused, ne
            {"memory.activation_checkpointing=selective", "is 'selective': known, but this version does not choose what"},
            {"memory.cache.ops=[kda]", "known, but this version does not cache results"},
            {"memory.offload.path=x", "known, but this version does not keep optimizer state"},
-           {"lora.rank=8", "known, but this version does not train adapters"},
            {"checkpoint.async=true", "is 'true': known, but this version does not write checkpoints beside training"},
        }) {
     const auto j = judge(whole_job(), {set});

@@ -148,6 +148,23 @@ TEST_CASE("the gradient of the whole Kimi-Linear kind with a tied head is the sl
   check_slopes(tiny_linear_config());
 }
 
+TEST_CASE(
+    "gradients of the factors of adapters are the slopes of the loss: dense, of experts, with a shared A, absorbed and dropped") {
+  const std::vector<std::string> all = {"attention", "shared", "expert_proj", "latent", "head", "*.mlp.*", "*.gate.weight"};
+  core::Config c = tiny_config();
+  c.lora = core::LoraConfig{.rank = 3, .alpha = 2, .target = all};
+  check_slopes(c);
+  c.lora->shared_a = c.lora->rslora = true;
+  c.loss.indexer_stage = core::IndexerStage::dense;
+  check_slopes(c);
+  c.lora->dropout = 0.3;
+  c.lora->target = {"attention", "shared", "latent", "head", "*.mlp.*"};
+  check_slopes(c);
+  core::Config linear = tiny_linear_config();
+  linear.lora = core::LoraConfig{.rank = 2, .alpha = 2, .target = {"attention", "shared", "expert_proj"}};
+  check_slopes(linear);
+}
+
 TEST_CASE("recomputation gives the losses, gradients and counts of keeping, to the last bit") {
   for (const auto& base : {tiny_config(), tiny_linear_config()}) {
     core::Config c = base;

@@ -174,6 +174,32 @@ TEST_CASE("the Kimi-Linear kind with a tied head has the losses of one rank on e
   check_layout(base, one, {.data = 1, .expert = 4, .micro_batch = 1, .recompute = true});
 }
 
+TEST_CASE("adapters, an A shared by experts among them, have the losses and norms of one rank on every mesh, sharding and cut") {
+  for (const bool shared_a : {false, true}) {
+    auto base = balanced(core::Balance::quantile);
+    base.lora = core::LoraConfig{
+        .rank = 3, .alpha = 6, .shared_a = shared_a, .target = {"attention", "shared", "expert_proj", "latent", "head", "*.mlp.*"}};
+    const Curve one = one_rank(base);
+    for (const auto sharding : {Sharding::full, Sharding::gradients, Sharding::optimizer, Sharding::none})
+      for (const auto& [data, expert] : {std::pair{2, 1}, {1, 4}, {2, 2}})
+        check_layout(base, one, {.data = data, .expert = expert, .micro_batch = 2, .sharding = sharding});
+    check_layout(base, one, {.data = 2, .expert = 2, .micro_batch = 1, .expert_sharding = false, .recompute = true, .parts = 2});
+    check_layout(base, one, {.data = 1, .expert = 2, .micro_batch = 2, .reshard = false, .parts = 4});
+  }
+}
+
+TEST_CASE("dropout of adapters falls on the same inputs on every mesh and accumulation") {
+  auto base = balanced(core::Balance::none);
+  base.optimizer.lr = 1e-2;
+  base.loss.indexer_stage = core::IndexerStage::dense;
+  base.lora = core::LoraConfig{
+      .rank = 8, .alpha = 16, .dropout = 0.25, .target = {"attention", "shared", "latent", "head", "*.mlp.*"}};
+  const Curve one = one_rank(base);
+  for (const auto& [data, expert] : {std::pair{2, 1}, {1, 4}, {2, 2}})
+    for (const std::int64_t micro_batch : {1, 2})
+      check_layout(base, one, {.data = data, .expert = expert, .micro_batch = micro_batch});
+}
+
 TEST_CASE("f32 gives the losses of one f64 rank within 1e-4 where nothing is selected, and bf16 storage follows them within 2 percent") {
   core::Config base = balanced(core::Balance::none);
   base.model.initializer_range = 0.1;
