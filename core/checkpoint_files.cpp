@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "core/checkpoint.h"
+#include "core/host_values.h"
 #include "core/together.h"
 #include "core/whole_folder.h"
 
@@ -72,13 +73,26 @@ std::string layout_text(const Config& c) {
          ", sharding " + kSharding[std::size_t(p.sharding)];
 }
 
-ModelConfig model_of(const io::Hdf5File& view) {
+Config config_of(const io::Hdf5File& view) {
   const std::string name = view.path() + ":/job";
   std::vector<Fault> faults;
-  const Config config = read_config(io::parse_yaml(view.read_text("job"), name), {}, ".", faults);
+  Config config = read_config(io::parse_yaml(view.read_text("job"), name), {}, ".", faults);
   for (const Fault& f : faults)
-    if (f.key.starts_with("model")) throw Error(name + ": " + f.key + ": " + f.text);
-  return config.model;
+    if (f.key.starts_with("model") || f.key.starts_with("lora")) throw Error(name + ": " + f.key + ": " + f.text);
+  return config;
+}
+
+WeightSource weights_of(std::shared_ptr<const io::Hdf5File> view, std::shared_ptr<const ParamTable> table) {
+  return {view->path(), [view, table](int param, std::int64_t first, Tensor to) {
+            const std::string& plain = (*table)[param].name;
+            const std::string name = view->has("master/" + plain) ? "master/" + plain : plain;
+            const DType dtype = view->info(name).dtype;
+            if (dtype == to.dtype) return view->read_rows(name, first, to);
+            std::vector<std::byte> raw(std::size_t(to.count() * size_of(dtype)));
+            const Tensor rows(raw.data(), dtype, to.shape);
+            view->read_rows(name, first, rows);
+            convert(rows, to);
+          }};
 }
 
 void write_checkpoint(parallel::Communicator& control, const std::string& path, const CheckpointHeader& header,

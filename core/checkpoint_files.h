@@ -3,10 +3,12 @@
 #pragma once
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "core/trainer.h"
+#include "core/weight_pieces.h"
 #include "io/files.h"
 #include "io/hdf5_file.h"
 
@@ -30,7 +32,9 @@ using WriteFile = std::function<void(io::Hdf5File&)>;
 void write_checkpoint(parallel::Communicator& control, const std::string& path, const CheckpointHeader& header,
                       const WriteFile& shard, const WriteFile& view);
 
-ModelConfig model_of(const io::Hdf5File& view);  // from the job in it, whose other sections are not judged
+Config config_of(const io::Hdf5File& view);  // the job in it, of which only the sections model and lora are judged
+// Its values by parameter of `table`, from a master where there is one; adapters are not merged.
+WeightSource weights_of(std::shared_ptr<const io::Hdf5File> view, std::shared_ptr<const ParamTable> table);
 
 struct FileSum {
   std::string file;

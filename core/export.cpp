@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
+#include <memory>
 #include <optional>
 
 #include "core/checkpoint_files.h"
 #include "core/hf_names.h"
+#include "core/lora.h"
 #include "core/model.h"
 #include "core/together.h"
 #include "core/weight_pieces.h"
@@ -23,10 +25,10 @@ namespace {
 
 // What is in the checkpoint, and the files it is to become.
 struct Source {
-  io::Hdf5File view;
   ModelConfig model;
-  ParamTable table;
+  ParamTable table;           // of the model alone
   std::vector<DType> dtypes;  // by parameter
+  WeightSource weights;       // adapters merged in
 };
 struct File {
   std::string name;
@@ -34,12 +36,13 @@ struct File {
 };
 
 Source open_source(const std::string& checkpoint) {
-  Source s{io::Hdf5File::open(view_path(checkpoint)), {}, {}, {}};
-  s.model = model_of(s.view);
-  s.table = parameters_of(s.model);
-  for (const Param& p : s.table.all()) {
-    if (!s.view.has(p.name)) throw Error(checkpoint + ": holds no tensor " + p.name);
-    const auto info = s.view.info(p.name);
+  const auto view = std::make_shared<io::Hdf5File>(io::Hdf5File::open(view_path(checkpoint)));
+  const Config job = config_of(*view);
+  const auto table = std::make_shared<const ParamTable>(parameters_of(job));
+  Source s{job.model, parameters_of(job.model), {}, merged(weights_of(view, table), *table)};
+  for (const Param& p : table->all()) {
+    if (!view->has(p.name)) throw Error(checkpoint + ": holds no tensor " + p.name);
+    const auto info = view->info(p.name);
     if (info.shape != p.shape || !is_floating(info.dtype))
       throw Error(checkpoint + ": " + p.name + " is " + info.type + " " + info.shape.text() + ", its job makes it " +
                   p.shape.text());
@@ -82,12 +85,10 @@ void write_file(const Source& s, const File& file, const std::string& folder) {
     entries.push_back({.name = t.name, .dtype = io::safetensors_dtype(s.dtypes[std::size_t(t.param)]), .shape = std::move(shape)});
   }
   io::SafetensorsWriter writer(folder + "/" + file.name, std::move(entries));
-  const WeightSource source{s.view.path(),
-                            [&](int param, std::int64_t first, Tensor to) { s.view.read_rows(s.table[param].name, first, to); }};
   for (const HfTensor& t : file.tensors) {
     const DType dtype = s.dtypes[std::size_t(t.param)];
     std::int64_t padding = bytes_of(s, t);
-    for_each_piece(source, s.table[t.param], t.param, t.rows, dtype, [&](std::int64_t, Tensor rows) {
+    for_each_piece(s.weights, s.table[t.param], t.param, t.rows, dtype, [&](std::int64_t, Tensor rows) {
       writer.append(rows.data, rows.bytes());
       padding -= rows.bytes();
     });

@@ -11,6 +11,7 @@
 #include "core/hf_weights.h"
 #include "core/host_values.h"
 #include "core/job_difference.h"
+#include "core/lora.h"
 #include "core/together.h"
 #include "core/weight_pieces.h"
 
@@ -59,32 +60,37 @@ void check_same_model(const Config& job, const ModelConfig& model, const std::st
                 ExitCode::bad_job);
 }
 
-WeightSource source_of_folder(const Trainer& t, const std::string& path) {
+// Where a run's weights come from: the first `params` of its table; what is beyond them, adapters, starts fresh.
+struct Found {
+  WeightSource weights;
+  int params = 0;
+};
+
+Found find_in_folder(const Trainer& t, const std::string& path) {
   const HfModel source = read_hf_model(path);
   check_same_model(t.config(), source.model, path);
-  const auto weights = std::make_shared<HfWeights>(path, source, t.table());
-  return {path, [weights](int param, std::int64_t first, Tensor to) { weights->read(param, first, to); }};
+  const ParamTable own = parameters_of(source.model);
+  const auto weights = std::make_shared<HfWeights>(path, source, own);
+  return {{path, [weights](int param, std::int64_t first, Tensor to) { weights->read(param, first, to); }}, own.size()};
 }
 
-WeightSource source_of_checkpoint(const Trainer& t, const std::string& path) {
+// A checkpoint with the adapters of this job goes on with them; any others are merged.
+Found find_in_checkpoint(const Trainer& t, const std::string& path) {
   const auto view = std::make_shared<io::Hdf5File>(io::Hdf5File::open(view_path(path)));
-  check_same_model(t.config(), model_of(*view), path);
-  const auto dataset = [view](const std::string& name) { return view->has("master/" + name) ? "master/" + name : name; };
-  for (const Param& p : t.table().all()) {
-    if (!view->has(dataset(p.name))) throw Error(path + ": holds no tensor " + p.name);
-    const auto info = view->info(dataset(p.name));
+  const Config there = config_of(*view);
+  check_same_model(t.config(), there.model, path);
+  const auto table = std::make_shared<const ParamTable>(parameters_of(there));
+  for (const Param& p : table->all()) {
+    if (!view->has(p.name)) throw Error(path + ": holds no tensor " + p.name);
+    const auto info = view->info(p.name);
     if (info.shape != p.shape || !is_floating(info.dtype))
-      throw Error(path + ": " + dataset(p.name) + " is " + info.type + " " + info.shape.text() + " there, this model needs " +
+      throw Error(path + ": " + p.name + " is " + info.type + " " + info.shape.text() + " there, this model needs " +
                   p.shape.text());
   }
-  return {path, [view, dataset, &table = t.table()](int param, std::int64_t first, Tensor to) {
-            const std::string name = dataset(table[param].name);
-            const DType dtype = view->info(name).dtype;
-            std::vector<std::byte> raw(std::size_t(to.count() * size_of(dtype)));
-            const Tensor rows(raw.data(), dtype, to.shape);
-            view->read_rows(name, first, rows);
-            convert(rows, to);
-          }};
+  const WeightSource weights = weights_of(view, table);
+  const bool same = !first_difference(config_to_yaml(t.config()), config_to_yaml(there), {"lora"}, {"lora.dropout"});
+  if (same) return {weights, t.table().size()};
+  return {merged(weights, *table), parameters_of(there.model).size()};
 }
 
 // A piece to where the run keeps it, in the type it is kept in there.
@@ -122,20 +128,21 @@ Config import_folder(parallel::Communicator& control, const std::string& folder,
 
 void initialize_from(Trainer& t, const std::string& path) {
   auto& control = *t.mesh().world().control;
-  WeightSource source;
+  Found found;
   std::vector<FileSum> shards;
   std::string checkpoint;
   together(control, [&] {
     checkpoint = checkpoint_at(path);
     if (!checkpoint.empty()) shards = verified_view(checkpoint);
-    source = checkpoint.empty() ? source_of_folder(t, path) : source_of_checkpoint(t, checkpoint);
+    found = checkpoint.empty() ? find_in_folder(t, path) : find_in_checkpoint(t, checkpoint);
   });
   verify_shards(control, checkpoint, shards);
   together(control, [&] {
-    for (int i = 0; i < t.table().size(); ++i) {
+    for (int i = found.params; i < t.table().size(); ++i) t.initialize(i);
+    for (int i = 0; i < found.params; ++i) {
       const auto rows = t.params().update_rows(i);
       const std::int64_t whole = t.layout().first_row[std::size_t(i)];
-      for_each_piece(source, t.table()[i], i, {whole + rows.begin, whole + rows.end}, real_of(t.config().run.dtype),
+      for_each_piece(found.weights, t.table()[i], i, {whole + rows.begin, whole + rows.end}, real_of(t.config().run.dtype),
                      [&](std::int64_t first, Tensor piece) {
                        const parallel::Rows here{first - whole, first - whole + piece.shape[0]};
                        put(t, piece, t.params().stored(i, here));
