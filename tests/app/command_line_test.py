@@ -258,6 +258,15 @@ class Faults(InAFolder):
             self.assertEqual(result.returncode, 2, result.stderr)
             self.assertEqual(result.stderr.count("model.nowhere.*"), 1, result.stderr)
 
+    def test_adapters_of_no_matrix_and_dropout_of_experts_are_faults_at_their_line(self):
+        for keys, line, what in [("{target: [attention, nowhere]}", 6, "lora.target: 'nowhere' matches no matrix of this model"),
+                                 ("{dropout: 0.5, target: expert_proj}", 6, "lora.dropout: not possible for the adapter of "),
+                                 ("{rank: 4}", 0, "lora.target: is missing")]:
+            result = call("check", self.job(extra=f"lora: {keys}\n"))
+            self.assertEqual(result.returncode, 2, result.stderr)
+            self.assertIn((f":{line}: " if line else "") + what, result.stderr)
+            self.assertIn("1 fault", result.stderr)
+
     def test_a_checkpoint_that_is_not_there_is_a_fault(self):
         result = call(self.job(), "--resume", self.root / "step_00000007")
         self.assertEqual(result.returncode, 2, result.stderr)
