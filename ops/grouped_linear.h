@@ -8,7 +8,8 @@
 // A second matrix a group on the same x (gate and up) goes in the same call: y2, w2, dy2, dw2 as y, w, dy, dw, and
 //   dx[r,i]    = sum_o dy[r,o] w[g,o,i] + dy2[r,o] w2[g,o,i]
 //
-// Types, precision and repeatability as in ops/linear.h. Nothing may alias.
+// Types, precision and repeatability as in ops/linear.h, but that a bf16 dx of two matrices is rounded after each where no kernel of
+// tensor cores takes it (widths that are no multiples of 8, the CPU). Nothing may alias.
 #pragma once
 #include <span>
 
