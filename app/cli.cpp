@@ -157,10 +157,12 @@ CLI::App& add_inspect(CLI::App& app, InspectArguments& a) {
   return c;
 }
 
+std::string not_empty(const std::string& text) { return text.empty() ? "must not be empty" : ""; }
+
 CLI::App& add_import(CLI::App& app, ImportArguments& a) {
   CLI::App& c = *app.add_subcommand("import", "The weights of a Hugging Face folder as a checkpoint; under mpirun each rank reads a part");
   c.add_option("HF_FOLDER", a.folder, "config.json and safetensors of Kimi K3, K3.1 or Kimi-Linear")->required()->type_name("");
-  c.add_option("--out", a.out, "The checkpoint to be made; must not be there")->required()->type_name("CHECKPOINT");
+  c.add_option("--out", a.out, "The checkpoint to be made; must not be there")->required()->check(not_empty)->type_name("CHECKPOINT");
   c.add_option("--job", a.job, "Also write what a job that starts from it says of the model; must not be there")->type_name("OUT.yaml");
   c.footer(
       "Names, shapes and types are all accounted for before a value is read; memory holds some tens of MiB.\n"
@@ -175,7 +177,7 @@ CLI::App& add_export(CLI::App& app, ExportArguments& a) {
   CLI::App& c = *app.add_subcommand("export", "A checkpoint as a Hugging Face folder; under mpirun each rank writes some of the files");
   c.add_option("CHECKPOINT", a.checkpoint, "A step folder, or the newest of a run folder or of its checkpoints")->required()->type_name("");
   c.add_option("--to", a.to, "hf: config.json and safetensors of the text model")->required()->type_name("hf")->check(CLI::IsMember({"hf"}));
-  c.add_option("--out", a.out, "The folder to be made; must not be there")->required()->type_name("FOLDER");
+  c.add_option("--out", a.out, "The folder to be made; must not be there")->required()->check(not_empty)->type_name("FOLDER");
   c.footer(
       "Every tensor keeps the type it is stored in; a tokenizer and generation_config.json are to be put beside by hand.\n"
       "Examples:\n  moetrain export runs/run --to hf --out exported\n  moetrain export runs/run/checkpoints/step_00000100 --to hf --out "

@@ -2,6 +2,7 @@
 #include <spdlog/spdlog.h>
 
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -88,6 +89,7 @@ ExitCode run(const app::Command& command, int ranks) {
 
 int main(int argc, char** argv) {
   app::keep_stop_signals();
+  std::signal(SIGXFSZ, SIG_IGN);  // a write past the size that files may have is to fail with its reason, not to end us without a word
   app::open_log(0);
   app::Command command;
   try {

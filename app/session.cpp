@@ -69,13 +69,6 @@ int share_of_cores(parallel::Communicator& world) {
   return std::max(1, CPU_COUNT(&mine.cores) / int(sharing));
 }
 
-// A write past the size that files may have is to fail with its reason; the signal of it would end the process without a word.
-void ignore_size_signal() {
-  struct sigaction action {};
-  action.sa_handler = SIG_IGN;
-  sigaction(SIGXFSZ, &action, nullptr);
-}
-
 }  // namespace
 
 // A launcher may have started us with them blocked, and a blocked signal would wait for ever.
@@ -107,7 +100,6 @@ bool started_by_launcher() {
 Session::Session(int& argc, char**& argv) : mpi_(argc, argv), control_(parallel::mpi_world()) {
   keep_stop_signals();  // again: network libraries that MPI loads put handlers of their own in place of ours
   open_log(rank());
-  ignore_size_signal();
   const int threads = share_of_cores(*control_);
   if (std::getenv("OMP_NUM_THREADS") == nullptr) omp_set_num_threads(threads);
 }

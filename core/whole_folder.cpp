@@ -7,7 +7,6 @@
 #include <filesystem>
 
 #include "core/together.h"
-#include "io/files.h"
 
 namespace moetrain::core {
 namespace fs = std::filesystem;
@@ -28,12 +27,27 @@ void put_in_place(const std::string& from, const std::string& to) {
   remove_partial(old);
 }
 
+void remove_contents(const std::string& path) {
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(path, ignored)) fs::resize_file(entry.path(), 0, ignored);
+  for (const auto& entry : fs::directory_iterator(path, ignored)) fs::remove_all(entry.path(), ignored);
+}
+
+// What no writer of ours leaves is somebody's, and is not deleted.
+void check_left(const std::string& folder, const fs::directory_entry& entry) {
+  const std::string end = entry.path().extension();
+  const bool ours = end == ".h5" || end == ".json" || end == ".yaml" || end == ".safetensors" || end == ".part";
+  if (!ours || !entry.is_regular_file())
+    throw Error(folder + ": holds " + entry.path().filename().string() + ", which nothing that was interrupted left; it has to go first",
+                ExitCode::bad_job);
+}
+
 }  // namespace
 
 void remove_partial(const std::string& path) {
+  remove_contents(path);
   std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(path, ignored)) fs::resize_file(entry.path(), 0, ignored);
-  fs::remove_all(path, ignored);
+  fs::remove(path, ignored);
 }
 
 WholeFolder::WholeFolder(parallel::Communicator& control, std::string path) : control_(control), path_(std::move(path)) {
@@ -41,9 +55,12 @@ WholeFolder::WholeFolder(parallel::Communicator& control, std::string path) : co
   partial_ = path_ + kPartial;
   together(control_, [&] {
     if (control_.rank() != 0) return;
-    remove_partial(partial_);
     if (const fs::path above = fs::path(partial_).parent_path(); !above.empty()) fs::create_directories(above);
-    fs::create_directory(partial_);
+    std::error_code is_there;
+    fs::create_directory(partial_, is_there);
+    lock_ = io::lock_folder(partial_, "another process is writing it");
+    for (const auto& entry : fs::directory_iterator(partial_)) check_left(partial_, entry);
+    remove_contents(partial_);
   });
 }
 
@@ -57,6 +74,7 @@ void WholeFolder::finish(const std::function<void()>& last) {
     last();
     io::sync_folder(partial_);
     put_in_place(partial_, path_);
+    lock_ = {};
   });
   finished_ = true;
 }

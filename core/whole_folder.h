@@ -3,6 +3,7 @@
 #include <functional>
 #include <string>
 
+#include "io/files.h"
 #include "parallel/communicator.h"
 
 namespace moetrain::core {
@@ -10,7 +11,8 @@ namespace moetrain::core {
 inline constexpr const char* kPartial = ".partial";  // ends the name of a folder that is being written
 
 // Files go into `path`.partial, which takes the place of `path` at the end. Whoever leaves before that, by an Error on any rank,
-// leaves what was there as it was. Collective: every member, on every rank.
+// leaves what was there as it was. What an interrupted writer left in `path`.partial is cleared; what no writer leaves there, or one
+// that is still at work, is refused as a fault of the job. Collective: every member, on every rank.
 class WholeFolder {
  public:
   WholeFolder(parallel::Communicator& control, std::string path);
@@ -24,6 +26,7 @@ class WholeFolder {
  private:
   parallel::Communicator& control_;
   std::string path_, partial_;
+  io::Descriptor lock_;  // of the partial folder, on rank 0
   bool finished_ = false;
 };
 

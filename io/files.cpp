@@ -111,10 +111,25 @@ Checksum checksum_of_file(const std::string& path) {
   }
 }
 
-Descriptor lock_file(const std::string& path, const std::string& refusal) {
-  Descriptor file = open_file(path, O_RDWR | O_CREAT, "create");
+namespace {
+
+Descriptor locked(Descriptor file, const std::string& path, const std::string& refusal) {
   if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) throw Error(path + ": " + refusal, ExitCode::bad_job);
   return file;
+}
+
+}  // namespace
+
+Descriptor lock_file(const std::string& path, const std::string& refusal) {
+  return locked(open_file(path, O_RDWR | O_CREAT, "create"), path, refusal);
+}
+
+Descriptor lock_folder(const std::string& path, const std::string& refusal) {
+  Descriptor folder = locked(open_file(path, O_RDONLY | O_DIRECTORY, "open"), path, refusal);
+  struct stat held {}, there {};  // it may have been renamed, finished, before it was locked
+  if (::fstat(folder.get(), &held) != 0 || ::stat(path.c_str(), &there) != 0 || held.st_ino != there.st_ino)
+    throw Error(path + ": " + refusal, ExitCode::bad_job);
+  return folder;
 }
 
 void read_bytes(const std::string& path, std::int64_t begin, std::int64_t count, std::uint8_t* out) {

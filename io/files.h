@@ -24,6 +24,7 @@ void sync_folder(const std::string& path);  // returns when its names are on the
 // Held until the descriptor dies; refused as a fault of the job while another process holds it. Where the disk knows no locks,
 // nothing is held.
 Descriptor lock_file(const std::string& path, const std::string& refusal);
+Descriptor lock_folder(const std::string& path, const std::string& refusal);  // the same of a folder that is there
 
 struct Checksum {
   std::uint32_t crc32 = 0;  // zlib's, over all bytes

@@ -144,7 +144,7 @@ HfConfig read_hf_config(const std::string& path) {
   const std::string contents = read_text(path);
   HfConfig result;
   try {
-    const Json config = Json::parse(contents);
+    const Json config = parse_json<Json>(contents);
     if (!config.is_object()) throw Error("it holds no object");
     const bool nested = config.contains("text_config") && config["text_config"].is_object();
     Json text = nested ? config["text_config"] : config;

@@ -45,6 +45,9 @@ SafetensorsEntry entry_of(const std::string& name, const KeyedJson& tensor, std:
   SafetensorsEntry e;
   e.name = name;
   e.dtype = tensor.at("dtype").get<std::string>();
+  for (const char* integers : {"shape", "data_offsets"})
+    for (const auto& n : tensor.at(integers))
+      if (!n.is_number_integer()) throw Error(name + ": its " + integers + " has " + n.dump() + ", which is no whole number");
   e.shape = tensor.at("shape").get<std::vector<std::int64_t>>();
   const auto offsets = tensor.at("data_offsets").get<std::vector<std::int64_t>>();
   constexpr std::int64_t kFar = std::int64_t(1) << 62;  // no file is that long, and sums of it can be counted
@@ -76,7 +79,7 @@ void check_entry(const std::string& path, const SafetensorsEntry& e, std::int64_
 template <class Read>
 void parsed(const std::string& path, const std::string& text, const char* is_not, Read read) {
   try {
-    read(KeyedJson::parse(text));
+    read(parse_json<KeyedJson>(text));
   } catch (const std::exception& wrong) {
     throw Error(path + ": " + is_not + ": " + wrong.what());
   }
@@ -174,12 +177,20 @@ SafetensorsHeader read_safetensors_header(const std::string& path) {
   });
   std::sort(header.entries.begin(), header.entries.end(),
             [](const auto& a, const auto& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); });
+  std::int64_t used = data;
+  const auto all_used = [&](std::int64_t next) {
+    if (next > used)
+      throw Error(path + ": bytes " + std::to_string(used) + " to " + std::to_string(next) + " belong to no tensor");
+  };
   for (std::size_t i = 0; i < header.entries.size(); ++i) {
     check_entry(path, header.entries[i], data, header.file_bytes);
     if (i > 0 && header.entries[i].begin < header.entries[i - 1].end)
       throw Error(path + ": " + header.entries[i].name + ": begins at byte " + std::to_string(header.entries[i].begin) +
                   ", inside the bytes of " + header.entries[i - 1].name);
+    all_used(header.entries[i].begin);
+    used = header.entries[i].end;
   }
+  all_used(header.file_bytes);
   return header;
 }
 

@@ -36,7 +36,12 @@ std::string job_of(const ImportArguments& a, core::Config config) {
 
 ExitCode import(const ImportArguments& a, parallel::Communicator& control) {
   core::together(control, [&] {
-    if (!a.job.empty() && fs::exists(a.job)) throw Error(a.job + ": exists already", ExitCode::bad_job);
+    if (a.job.empty()) return;
+    if (fs::exists(a.job)) throw Error(a.job + ": exists already", ExitCode::bad_job);
+    const fs::path job = fs::absolute(a.job).lexically_normal(), out = fs::absolute(a.out + "/").lexically_normal().parent_path();
+    if (job == out) throw Error(a.job + ": is to be the checkpoint too", ExitCode::bad_job);
+    if (!fs::is_directory(job.parent_path()))
+      throw Error(a.job + ": there is no folder " + job.parent_path().string(), ExitCode::bad_job);
   });
   const core::Config config = core::import_folder(control, a.folder, a.out);
   core::together(control, [&] {
