@@ -36,6 +36,7 @@ struct ImportArguments {
 };
 struct ExportArguments {
   std::string checkpoint, to, out;
+  std::string experts = "separate", base;  // of peft
 };
 struct BenchArguments {
   std::vector<std::string> names;  // empty: all

@@ -82,6 +82,14 @@ Config config_of(const io::Hdf5File& view) {
   return config;
 }
 
+DType dtype_in(const io::Hdf5File& view, const Param& p) {
+  if (!view.has(p.name)) throw Error(view.path() + ": holds no tensor " + p.name);
+  const auto info = view.info(p.name);
+  if (info.shape != p.shape || !is_floating(info.dtype))
+    throw Error(view.path() + ": " + p.name + " is " + info.type + " " + info.shape.text() + ", its job makes it " + p.shape.text());
+  return info.dtype;
+}
+
 WeightSource weights_of(std::shared_ptr<const io::Hdf5File> view, std::shared_ptr<const ParamTable> table) {
   return {view->path(), [view, table](int param, std::int64_t first, Tensor to) {
             const std::string& plain = (*table)[param].name;

@@ -36,6 +36,9 @@ Config config_of(const io::Hdf5File& view);  // the job in it, of which only the
 // Its values by parameter of `table`, from a master where there is one; adapters are not merged.
 WeightSource weights_of(std::shared_ptr<const io::Hdf5File> view, std::shared_ptr<const ParamTable> table);
 
+// The type of a parameter in it; an Error where it is missing or has another shape.
+DType dtype_in(const io::Hdf5File& view, const Param& p);
+
 struct FileSum {
   std::string file;
   io::Checksum sum;

@@ -40,14 +40,7 @@ Source open_source(const std::string& checkpoint) {
   const Config job = config_of(*view);
   const auto table = std::make_shared<const ParamTable>(parameters_of(job));
   Source s{job.model, parameters_of(job.model), {}, merged(weights_of(view, table), *table)};
-  for (const Param& p : table->all()) {
-    if (!view->has(p.name)) throw Error(checkpoint + ": holds no tensor " + p.name);
-    const auto info = view->info(p.name);
-    if (info.shape != p.shape || !is_floating(info.dtype))
-      throw Error(checkpoint + ": " + p.name + " is " + info.type + " " + info.shape.text() + ", its job makes it " +
-                  p.shape.text());
-    s.dtypes.push_back(info.dtype);
-  }
+  for (const Param& p : table->all()) s.dtypes.push_back(dtype_in(*view, p));
   return s;
 }
 

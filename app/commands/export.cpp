@@ -1,10 +1,11 @@
-// export.cpp -- a checkpoint becomes a Hugging Face folder.
+// export.cpp -- a checkpoint becomes a Hugging Face folder, or its adapters become one of the peft library.
 #include "core/export.h"
 
 #include <filesystem>
 
 #include "app/commands.h"
 #include "core/checkpoint.h"
+#include "core/export_peft.h"
 #include "core/together.h"
 
 namespace moetrain::app {
@@ -16,7 +17,11 @@ ExitCode export_to(const ExportArguments& a, parallel::Communicator& control) {
     checkpoint = core::checkpoint_at(a.checkpoint);
     if (checkpoint.empty()) throw Error(a.checkpoint + ": holds no checkpoint");
   });
-  core::export_folder(control, checkpoint, a.out);
+  if (a.to == "hf")
+    core::export_folder(control, checkpoint, a.out);
+  else
+    core::export_adapters(control, checkpoint, a.out,
+                          {a.experts == "fused" ? core::ExpertLayout::fused : core::ExpertLayout::separate, a.base});
   return ExitCode::done;
 }
 

@@ -60,7 +60,7 @@ class CommandLine(InAFolder):
             "plan": ["--ranks", "--device-memory", "--host-memory", "--json", "--set"],
             "inspect": ["PATH"],
             "import": ["HF_FOLDER", "--out", "--job", "mpirun", "model.init_from"],
-            "export": ["CHECKPOINT", "--to", "--out"],
+            "export": ["CHECKPOINT", "--to", "--out", "--experts", "--base"],
             "verify": ["JOB.yaml", "--set", "run.seed"],
         }
         for command, wanted in flags.items():
@@ -84,6 +84,7 @@ class CommandLine(InAFolder):
         wrong = [[], ["trian", job], ["check"], ["plan", job, "--bytes"], [job, "--lr", "1"], ["check", job, "--ranks", "0"],
                  ["check", job, "--ranks", "two"], ["plan", job, "--device-memory", "much"], [job, "--stop-after", "-1"], ["inspect", job, job],
                  ["import", self.root], ["export", self.root, "--out", "x"], ["export", self.root, "--to", "gguf", "--out", "x"],
+                 ["export", self.root, "--to", "hf", "--experts", "fused", "--out", "x"], ["export", self.root, "--to", "peft", "--experts", "some", "--out", "x"],
                  ["import", self.root / "none", "--out", "x"], ["export", self.root / "none", "--to", "hf", "--out", "x"], ["import", job, "--out", "x"]]
         for words in wrong:
             result = call(*words)

@@ -92,6 +92,21 @@ class RoundTrips(Folders):
         self.assertIn("model.init_from", refused.stderr)
 
 
+    def test_adapters_are_exported_alone_on_any_number_of_ranks_and_only_where_there_are_some(self):
+        self.call(self.job(2, "lora: {target: [attention, expert_proj]}\n", dtype="bf16"))
+        for out, ranks in ((self.root / "one", 0), (self.root / "two", 2)):
+            self.tool("export", self.run_dir, "--to", "peft", "--base", "a/name", "--out", out, ranks=ranks)
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            self.assertEqual((self.root / "one" / name).read_bytes(), (self.root / "two" / name).read_bytes(), name)
+        config = json.loads((self.root / "one" / "adapter_config.json").read_text())
+        self.assertEqual((config["r"], config["base_model_name_or_path"]), (8, "a/name"))
+        expert = header_of(self.root / "one" / "adapter_model.safetensors")["base_model.model.model.layers.1.block_sparse_moe.experts.7.w1.lora_A.weight"]
+        self.assertEqual((expert["dtype"], expert["shape"][0]), ("BF16", 8))
+        self.refused(["export", self.run_dir, "--to", "peft", "--experts", "fused", "--out", self.root / "no"], 2, "no class for a model with")
+        self.tool("import", GOLDEN, "--out", self.root / "plain")
+        self.refused(["export", self.root / "plain", "--to", "peft", "--out", self.root / "no"], 3, "holds no adapters")
+
+
 class BadInput(Folders):
     def test_paths_that_lead_nowhere_or_are_taken_end_with_2(self):
         taken, out = self.copy("taken"), self.root / "out"
@@ -100,6 +115,7 @@ class BadInput(Folders):
         self.refused(["import", GOLDEN, "--out", out, "--job", taken / "config.json"], 2, "config.json: exists already")
         self.refused(["export", self.root / "none", "--to", "hf", "--out", out], 2, "none: no such checkpoint")
         self.refused(["export", taken, "--to", "hf", "--out", out], 3, "taken: holds no checkpoint")
+        self.refused(["export", taken, "--to", "hf", "--base", "x", "--out", out], 2, "--experts and --base are of --to peft")
         job = self.job()
         self.assertIn("model.init_from: 'none' does not exist", self.tool("check", job, "--set", "model.init_from=none", code=2).stderr)
 
