@@ -197,6 +197,14 @@ TEST_CASE("what is there already stays, and an import or export that fails leave
   core::export_folder(*alone, checkpoint, folder / "out");
   CHECK(files_of(folder / "out").size() == 2);
   fs::remove_all(folder / "out");
+  folder.file("out.partial/notes.txt", "somebody's");
+  CHECK(contains(error_of([&] { core::export_folder(*alone, checkpoint, folder / "out"); }), "2: " + folder / "out.partial" + ": holds notes.txt"));
+  CHECK(fs::exists(folder / "out.partial/notes.txt"));
+  fs::remove(folder / "out.partial/notes.txt");
+  {
+    const auto at_work = io::lock_folder(folder / "out.partial", "");
+    CHECK(contains(error_of([&] { core::import_folder(*alone, folder / "hf", folder / "out"); }), "another process is writing it"));
+  }
 
   const int i = source->table().find("model.norm.weight");  // NaN in the weights, as a run that went wrong has them
   const Tensor norm = source->params().stored(i, source->params().update_rows(i));

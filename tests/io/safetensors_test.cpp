@@ -100,6 +100,21 @@ TEST_CASE("a name in two files, overlapping bytes, and shapes past counting are 
   CHECK(contains(error_of([&] { io::read_safetensors_header(huge); }), "p: its shape has more elements"));
 }
 
+TEST_CASE("a name that stands twice, bytes of no tensor and sizes that are no whole numbers are refused", "[io][cpu]") {
+  const TempFolder folder;
+  const std::string a = R"("a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]})", b = R"("b":{"dtype":"U8","shape":[2],"data_offsets":[3,5]})";
+  const auto refused = [&](const std::string& header, const std::string& data) {
+    folder.file("model.safetensors", file_text(header, data));
+    return error_of([&] { io::read_safetensors_folder(folder.path()); });
+  };
+  folder.file("model.safetensors", file_text("{" + a + "}", "xx"));
+  CHECK(io::read_safetensors_folder(folder.path()).tensors.size() == 1);
+  CHECK(contains(refused("{" + a + "," + a + "}", "xx"), "the key 'a' stands there twice"));
+  CHECK(contains(refused("{" + a + "," + b + "}", "xxxxx"), "belong to no tensor"));
+  CHECK(contains(refused("{" + a + "}", "xxx"), "belong to no tensor"));
+  CHECK(contains(refused(R"({"a":{"dtype":"U8","shape":[2.5],"data_offsets":[0,2]}})", "xx"), "which is no whole number"));
+}
+
 TEST_CASE("offsets that no file has are refused before they are counted with", "[io][cpu]") {
   const TempFolder folder;
   for (const char* offsets : {"[-8,8]", "[0,9223372036854775807]", "[18446744073709551615,8]", "[8]", "[0,16]", "[8,0]"}) {
