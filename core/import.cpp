@@ -93,10 +93,14 @@ Found find_in_checkpoint(const Trainer& t, const std::string& path) {
   return {merged(weights, *table), parameters_of(there.model).size()};
 }
 
-// A piece to where the run keeps it, in the type it is kept in there.
-void put(Trainer& t, ConstTensor piece, Tensor to) {
+// A piece of `name`, from its element `first` on, to where the run keeps it, in the type it is kept in there.
+void put(Trainer& t, const std::string& name, std::int64_t first, ConstTensor piece, Tensor to) {
   std::vector<std::byte> host(std::size_t(to.bytes()));
-  convert(piece, Tensor(host.data(), to.dtype, to.shape));
+  const Tensor kept(host.data(), to.dtype, to.shape);
+  convert(piece, kept);
+  if (const std::int64_t at = first_not_finite(kept); at >= 0)
+    throw Error(name + ": element " + std::to_string(first + at) + " is larger than " + name_of(to.dtype) +
+                ", in which this job keeps it, can hold");
   copy_to_device(t.memory().device(), to.data, host.data(), to.bytes());
 }
 
@@ -145,8 +149,9 @@ void initialize_from(Trainer& t, const std::string& path) {
       for_each_piece(found.weights, t.table()[i], i, {whole + rows.begin, whole + rows.end}, real_of(t.config().run.dtype),
                      [&](std::int64_t first, Tensor piece) {
                        const parallel::Rows here{first - whole, first - whole + piece.shape[0]};
-                       put(t, piece, t.params().stored(i, here));
-                       if (t.optimizer().has_master(i)) put(t, piece, t.optimizer().master(i, here));
+                       const Param& p = t.table()[i];
+                       put(t, p.name, first * p.shape.row(), piece, t.params().stored(i, here));
+                       if (t.optimizer().has_master(i)) put(t, p.name, first * p.shape.row(), piece, t.optimizer().master(i, here));
                      });
     }
   });

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 
 #include "core/checkpoint.h"
 #include "core/export.h"
@@ -152,6 +153,18 @@ TEST_CASE("a bf16 run goes on from the masters of a checkpoint, not from its rou
   const auto rows = t.params().update_rows(i);
   CHECK(bytes(t.optimizer().master(i, rows)) == bytes(source->optimizer().master(i, rows)));
   CHECK(values_of(t.optimizer().master(i, rows)) != values_of(t.params().stored(i, rows)));
+}
+
+TEST_CASE("a weight that the run's type cannot hold is refused by its element", "[core][cpu]") {
+  const TempFolder folder;
+  auto source = filled(of_type(tiny_config(), DType::f32));
+  const int i = source->table().find("lm_head.weight");
+  source->params().stored(i, source->params().update_rows(i)).as<float>()[5] = std::numeric_limits<float>::max();
+  const std::string checkpoint = saved(*source, folder, "run");
+  core::Trainer wide(of_type(tiny_config(), DType::f32), parallel::solo(), Device::cpu);
+  core::initialize_from(wide, checkpoint);
+  core::Trainer narrow(of_type(tiny_config(), DType::bf16), parallel::solo(), Device::cpu);
+  CHECK(contains(error_of([&] { core::initialize_from(narrow, checkpoint); }), "3: lm_head.weight: element 5 is larger than bf16"));
 }
 
 TEST_CASE("init_from refuses another model by the key that differs, and a resume refuses weights alone", "[core][cpu]") {
