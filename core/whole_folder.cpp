@@ -56,8 +56,7 @@ WholeFolder::WholeFolder(parallel::Communicator& control, std::string path) : co
   together(control_, [&] {
     if (control_.rank() != 0) return;
     if (const fs::path above = fs::path(partial_).parent_path(); !above.empty()) fs::create_directories(above);
-    std::error_code is_there;
-    fs::create_directory(partial_, is_there);
+    fs::create_directory(partial_);  // says why where it cannot; one that is there is no error
     lock_ = io::lock_folder(partial_, "another process is writing it");
     for (const auto& entry : fs::directory_iterator(partial_)) check_left(partial_, entry);
     remove_contents(partial_);

@@ -73,6 +73,5 @@ void push_range(const char* name) { nvtxRangePushA(name); }
 void pop_range() noexcept { nvtxRangePop(); }
 
 void wait(CUstream_st* stream, const Event& for_it) { cuda_ok(cudaStreamWaitEvent(stream, for_it.get())); }
-void synchronize(CUstream_st* stream) { cuda_ok(cudaStreamSynchronize(stream)); }
 
 }  // namespace moetrain::cuda

@@ -58,6 +58,5 @@ class Link {
 };
 
 void wait(CUstream_st* stream, const Event& for_it);  // work queued from now on waits, the host does not
-void synchronize(CUstream_st* stream);                // the host waits for all work queued so far
 
 }  // namespace moetrain::cuda

@@ -92,8 +92,10 @@ void verify_kda(const Verification& v) {
       },
       [&](ops::Context& ctx) { ops::kda_attention(ctx, got); });
   ops::kda_attention(c.host(), want);
-  const Bound back = narrow ? Bound{0.5, 3e-2} : bound;
-  const Bound cancelled = narrow ? Bound{0.5, 1e-1} : bound;  // few numbers, each a sum over all tokens of terms of both signs
+  // In narrow heads few terms hide what each is rounded by (2.1e-2 and 6.4e-2 were seen at 9 wide on an H200, 5e-3 at 128); cancelled:
+  // few numbers, each a sum over all tokens of terms of both signs.
+  const bool few_terms = narrow && H < 64;
+  const Bound back = few_terms ? Bound{0.5, 3e-2} : bound, cancelled = few_terms ? Bound{0.5, 1e-1} : bound;
   c.compare("dq_in", got.dq_in, all, columns, want.dq_in, back);
   c.compare("dk_in", got.dk_in, all, columns, want.dk_in, back);
   c.compare("dv_in", got.dv_in, all, columns, want.dv_in, back);
