@@ -197,8 +197,6 @@ void check_paths(Findings& f, const std::vector<std::string>& paths, const std::
 void check_run(Findings& f, const Config& c) {
   f.require(c.run.dtype != DType::f64 || c.run.device != DeviceChoice::cuda, {"run.dtype", "run.device"},
             "fp64 runs on the CPU only");
-  f.require(!c.lora || c.lora->dropout == 0 || c.run.device != DeviceChoice::cuda, {"lora.dropout", "run.device"},
-            "dropout runs on the CPU only");
   if (!c.model.init_from.empty()) check_paths(f, {c.model.init_from}, "model.init_from");
   check_paths(f, c.data.train, "data.train");
   check_paths(f, c.data.eval, "data.eval");

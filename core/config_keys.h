@@ -336,7 +336,7 @@ template <class V>
 void visit(V& v, LoraConfig& c) {
   v.key("rank", c.rank, "rank of every adapter, an expert's too", size_from(1));
   v.key("alpha", c.alpha, "an adapter counts alpha / rank", positive());
-  v.key("dropout", c.dropout, "share of an adapter's inputs that a training step drops; on the CPU only, and not with experts",
+  v.key("dropout", c.dropout, "share of an adapter's inputs that a training step drops; not with experts",
         fraction());
   v.key("rslora", c.rslora, "an adapter counts alpha / sqrt(rank)");
   v.key("shared_a", c.shared_a, "the experts of a layer share the factor A and have their own B");

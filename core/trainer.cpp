@@ -31,8 +31,6 @@ Trainer::Trainer(const Config& config, std::unique_ptr<parallel::Communicator> w
 
 void Trainer::allocate(bool poison) {
   choose_trained(config_, table_);
-  if (config_.lora && config_.lora->dropout > 0 && memory_.device() == Device::cuda)
-    throw Error("lora.dropout: runs on the CPU only", ExitCode::bad_job);
   layout_ = make_layout(config_, table_, mesh_);
   params_ = std::make_unique<parallel::ShardedParams>(memory_, layout_.tensors, layout_.units, config_.parallel.reshard_after_use, poison);
   optimizer_ = std::make_unique<Optimizer>(memory_, config_.optimizer, table_, *params_);

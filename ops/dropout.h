@@ -14,7 +14,7 @@ struct Dropout {
   std::uint64_t seed, stream;
   std::int64_t first_token;
   double share;   // dropped, [0, 1)
-  ConstTensor x;  // (T, I)
+  ConstTensor x;  // (T, I), f64 on the CPU only
   Tensor y;       // (T, I), of x's type
   void check_shapes() const {
     check(x.shape.rank() == 2 && x.shape == y.shape && x.dtype == y.dtype && is_floating(x.dtype),
@@ -27,9 +27,16 @@ struct Dropout {
 namespace cpu {
 void dropout(Context&, const Dropout&);
 }  // namespace cpu
+namespace cuda {
+void dropout(Context&, const Dropout&);
+}  // namespace cuda
 
 inline void dropout(Context& ctx, const Dropout& a) {
-  dispatch(ctx, "dropout", a, [&] { cpu::dropout(ctx, a); });
+  dispatch(
+      ctx, "dropout", a, [&] { cpu::dropout(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::dropout(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

@@ -3,6 +3,7 @@
 
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/on_device.h"
 #include "tests/support/tensors.h"
 
 using namespace moetrain;
@@ -41,4 +42,26 @@ TEST_CASE("dropout of nothing copies, and a share of all is refused", "[ops][cpu
   CHECK(values_of(x) == values_of(y));
   d.share = 1;
   CHECK_THROWS_AS(ops::dropout(bench.context(), d), Error);
+}
+
+TEST_CASE("dropout on CUDA leaves out and enlarges what the CPU does, from any place on", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  Bench bench;
+  DeviceBench there;
+  for (const DType dtype : {DType::f32, DType::bf16})
+    for (const auto& [T, I, first] : {std::tuple<std::int64_t, std::int64_t, std::int64_t>{400, 53, 1001}, {1, 1, 0}, {0, 7, 3},
+                                      {9, 1024, std::int64_t(1) << 33}}) {
+      CAPTURE(dtype, T, I, first);
+      const Tensor x = bench.uniform(dtype, {T, I}, -1, 1), y = bench.empty(dtype, {T, I});
+      const Tensor dx = there.copy(x), dy = there.empty(dtype, {T, I});
+      ops::Dropout d{.seed = 3, .stream = 4, .first_token = first, .share = 0.3, .x = x, .y = y};
+      ops::dropout(bench.context(), d);
+      d.x = dx, d.y = dy;
+      ops::dropout(there.context(), d);
+      CHECK(values_of(there.to_host(bench, dy)) == values_of(y));
+      d.y = dx;
+      ops::dropout(there.context(), d);  // in place
+      CHECK(values_of(there.to_host(bench, dx)) == values_of(y));
+    }
+  CHECK(there.guards_hold());
 }
