@@ -3,6 +3,7 @@
 #include <array>
 
 #include "ops/attn_res.h"
+#include "ops/cuda/blas.h"
 #include "ops/cuda/instructions.cuh"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/storage.cuh"
@@ -378,7 +379,8 @@ void forward(Context& ctx, const AttnResForward& a) {
   const std::int64_t dots = dots_bytes(2, Z, threads), bytes = kSharedBytes / together - (2 << 10) - dots;
   const std::int64_t staged = staged_rows(Z, row, bytes), stages = kCount > 1 && 2 * Z * row <= bytes ? 2 : 1;
   launch(ctx, attn_res_forward_kernel<device_t<X>, kCount, kHeld>,
-         {blocks(std::min(T, 132 * together), 1), static_cast<unsigned int>(threads), std::size_t(dots + stages * staged * row)},
+         {blocks(std::min(T, ctx.blas->multiprocessors() * together), 1), static_cast<unsigned int>(threads),
+          std::size_t(dots + stages * staged * row)},
          rows_of<X>(a.sources), int(Z), int(staged), int(stages), c, device_pointer<X>(a.y), a.weights.as<float>(), float(a.eps),
          norm, T, D);
 }

@@ -2,6 +2,7 @@
 #include <array>
 
 #include "ops/balance.h"
+#include "ops/cuda/blas.h"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/storage.cuh"
 
@@ -281,8 +282,8 @@ void cuda::quantile_histogram(Context& ctx, const QuantileHistogram& a) {
   const auto bytes = [&] { return std::size_t(together) * std::size_t(bins) * sizeof(int); };
   while (together > 1 && bytes() > std::size_t(kSharedBytes) / 2) together /= 2;
   const bool shared = bytes() <= std::size_t(kSharedBytes);
-  const std::int64_t wide = blocks(E, together),  // and slices: four blocks a multiprocessor of an H200, of 256 tokens at least
-                     slices = std::clamp<std::int64_t>(528 / wide, 1, std::max<std::int64_t>(T / 256, 1));
+  const std::int64_t wide = blocks(E, together),  // and slices: four blocks a multiprocessor, of 256 tokens at least
+      slices = std::clamp<std::int64_t>(4 * ctx.blas->multiprocessors() / wide, 1, std::max<std::int64_t>(T / 256, 1));
   launch(ctx, quantile_histogram_kernel, {dim3(blocks(wide, 1), blocks(slices, 1)), kThreads, shared ? bytes() : 0},
          a.logits.as<float>(), a.cutoff.as<float>(), a.bias.as<float>(), count_pointer(a.histogram), T, int(E), int(bins), together,
          shared);

@@ -79,6 +79,9 @@ Blas::Blas(Memory& memory)
       counters_(memory, Category::workspace, 2 * std::int64_t(sizeof(std::uint32_t))) {
   blas_ok(cublasLtCreate(&handle_));
   fill(memory.device(), counters_.data(), 0, counters_.bytes());
+  int device = 0;
+  cuda_ok(cudaGetDevice(&device));
+  cuda_ok(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device));
 }
 Blas::~Blas() { cublasLtDestroy(handle_); }
 

@@ -38,10 +38,12 @@ class Blas {
   void run(Context& ctx, const Gemm& g);  // an empty sum with beta 0 writes zeros
   // Two on the device that are zero between kernels: a kernel that counts with them leaves them so.
   std::uint32_t* counters() const { return static_cast<std::uint32_t*>(counters_.data()); }
+  int multiprocessors() const { return multiprocessors_; }  // of the device, asked once
 
  private:
   cublasLtHandle_t handle_ = nullptr;
   Buffer workspace_, counters_;
+  int multiprocessors_ = 0;
   using Key = std::tuple<std::int64_t, std::int64_t, std::int64_t, int, int, int, std::int64_t, std::int64_t, std::int64_t, bool,
                          bool, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::array<std::uint32_t, 3>>;
   std::map<Key, std::optional<cublasLtMatmulAlgo_t>> chosen_;  // none: ops/cuda/product.h takes it

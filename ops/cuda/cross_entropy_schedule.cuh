@@ -1,14 +1,11 @@
 // cross_entropy_schedule.cuh -- which tile of the loss's products a pair of blocks multiplies next, and what that tile waits for.
 #pragma once
 #include "ops/cuda/cross_entropy_tiles.h"
-#include "ops/cuda/tensor_copy.cuh"
+#include "ops/cuda/pair_tiles.cuh"
 
 namespace moetrain::ops::cuda::loss {
 
-constexpr int kPair = 2;                    // blocks that share the columns of a tile
-constexpr int kRows = 128, kColumns = 256;  // of a block's tile
-constexpr int kDepth = 64;                  // summands of a stage
-constexpr int kBand = 8;                    // pairs side by side on the same columns: what stays in L2 is about square
+using namespace pair;
 
 enum class Pass : std::uint8_t { sums, kept, gradients };
 enum class Kind : std::uint8_t { logits, dhidden, dweight, end };
@@ -34,9 +31,6 @@ struct Arguments {
   bool add_dweight;
   std::uint32_t* done;  // (blocks, kParts): tiles of the part whose results are there, a block's half of each counted alone
 };
-
-__device__ inline int tiles_across(int columns) { return (columns + kColumns - 1) / kColumns; }
-__device__ inline int pairs_of(int rows) { return (rows + kPair * kRows - 1) / (kPair * kRows); }
 
 // The tiles in the order in which they are drawn, and what each waits for. Indices must not fall from call to call.
 class Schedule {
@@ -100,14 +94,8 @@ class Schedule {
     return within(Kind::dweight, part_ == kFirst ? index - of_dhidden : half + index, w, p_.D, p_.s, rank);
   }
   __device__ Tile within(Kind kind, int index, int rows, int columns, int depth, int rank) const {
-    const int pairs = pairs_of(rows), across = tiles_across(columns);
-    const int band = index / (across * kBand), in_band = index % (across * kBand), width = min(kBand, pairs - band * kBand);
-    return {kind,
-            block_,
-            part_,
-            ((band * kBand + in_band % width) * kPair + rank) * kRows,
-            in_band / width * kColumns,
-            (depth + kDepth - 1) / kDepth};
+    const auto [pair, column] = InBands(index, pairs_of(rows), tiles_across(columns));
+    return {kind, block_, part_, (pair * kPair + rank) * kRows, column, (depth + kDepth - 1) / kDepth};
   }
   __device__ void wait_for(int block, int part) const {
     if (block < 0) return;

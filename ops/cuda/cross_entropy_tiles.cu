@@ -10,154 +10,89 @@
 #include "ops/cuda/cross_entropy_schedule.cuh"
 #include "ops/cuda/cross_entropy_tiles.h"
 #include "ops/cuda/launch.cuh"
-#include "ops/cuda/rows.cuh"
-#include "ops/cuda/tensor_copy.cuh"
-#include "ops/cuda/tensor_cores.cuh"
 
 namespace moetrain::ops::cuda {
 namespace {
 
 using namespace loss;  // NOLINT: its tiles
 
-constexpr int kStages = 4;
-constexpr int kBox = 64, kLine = 128;  // rows of every copied box; bytes of each, a swizzled line
-constexpr int kBoxBytes = kBox * kLine;
-constexpr int kABytes = kRows / kBox * kBoxBytes, kStageBytes = kABytes + kColumns / kBox * kBoxBytes;
-constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kCount = kColumns / 2;                                                // sums of a thread
 constexpr int kPartRows = 16, kPartLine = 256, kPartBytes = kPartRows * kPartLine;  // of a warp's results on their way out
-constexpr int kLag = 1, kLagBarrier = 3;  // stages that the second warpgroup stays behind: it multiplies while the first one writes
-constexpr int kSlots = 8;                 // more than stages: both blocks have read a slot before it is used again
-static_assert(kSlots > kStages && kColumns == CrossEntropy::kWordsOfPart);
+static_assert(kColumns == CrossEntropy::kWordsOfPart);
 
-struct Shared {
-  alignas(16) Tile tile[kStages];  // of the stage, where a tile begins
-  std::uint64_t full[kStages], empty[kStages], told[kSlots];
-  std::uint32_t drawn[kSlots];  // tiles of the pair, as its first block has told
+struct Shared : pair::Shared<Tile, kStages> {  // tiles by the stage where they begin
   std::uint64_t written, reported;
   int finished;  // count of Arguments::done that the tile just written adds to; -1: no tile follows
 };
 constexpr int kPartsBytes = kConsumers * kWarpgroup / kWarp * kPartBytes;
 constexpr std::size_t kSharedBytes = kStages * kStageBytes + kPartsBytes + sizeof(Shared) + 1024;  // 1024: to align
 
-// Where a warp stands in the ring of stages.
-struct Ring {
-  int stage = 0;
-  std::uint32_t parity = 0;
-  __device__ void step() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
 // Copies a tile's operands, stage by stage: its own rows of the first one, and every other box of the columns for both blocks.
 // A function a kind, since the copy engine wants to be told from registers that a whole warp shares.
 template <Kind kKind>
 __device__ __forceinline__ void copy_tile(const Arguments& p, const Tile& t, std::uint32_t rank, std::uint32_t stages,
                                           Shared& shared, Ring& ring) {
-  constexpr std::uint16_t kBoth = (1 << kPair) - 1;
   const int word = t.block * p.chunk;
   for (int block = 0; block < t.depth_blocks; ++block, ring.step()) {
-    barrier_wait(shared_address(&shared.empty[ring.stage]), ring.parity ^ 1);  // for the readers in both blocks
-    const std::uint32_t full = shared_address(&shared.full[ring.stage]), to = stages + ring.stage * kStageBytes;
+    shared.wait_empty(ring);
+    const std::uint32_t full = shared.full_at(ring), to = stages + ring.stage * kStageBytes;
     if (block == 0) shared.tile[ring.stage] = t;
     barrier_arrive_and_expect(full, kStageBytes);
     const int k = block * kDepth;
 #pragma unroll
-    for (int box = 0; box < kRows / kBox; ++box) {
-      const int row = t.row + box * kBox;
+    for (int box = 0; box < kAPanels; ++box) {
+      const int row = t.row + box * kPanel;
       if constexpr (kKind == Kind::logits)
-        copy_box(to + box * kBoxBytes, &p.hidden, full, k, row);
+        copy_box(to + box * kPanelBytes, &p.hidden, full, k, row);
       else if constexpr (kKind == Kind::dhidden)
-        copy_box(to + box * kBoxBytes, &p.g, full, k, row, t.block % 2);
+        copy_box(to + box * kPanelBytes, &p.g, full, k, row, t.block % 2);
       else
-        copy_box(to + box * kBoxBytes, &p.g, full, row, k, t.block % 2);
+        copy_box(to + box * kPanelBytes, &p.g, full, row, k, t.block % 2);
     }
 #pragma unroll
-    for (int i = 0; i < kColumns / kBox / kPair; ++i) {
-      const int box = i * kPair + int(rank), column = t.column + box * kBox;
+    for (int i = 0; i < kBPanels / kPair; ++i) {
+      const int box = i * kPair + int(rank), column = t.column + box * kPanel;
       if constexpr (kKind == Kind::logits)
-        copy_box_to(kBoth, to + kABytes + box * kBoxBytes, &p.weight, full, k, word + column);
+        copy_box_to(kBoth, to + kABytes + box * kPanelBytes, &p.weight, full, k, word + column);
       else if constexpr (kKind == Kind::dhidden)
-        copy_box_to(kBoth, to + kABytes + box * kBoxBytes, &p.weight, full, column, word + k);
+        copy_box_to(kBoth, to + kABytes + box * kPanelBytes, &p.weight, full, column, word + k);
       else
-        copy_box_to(kBoth, to + kABytes + box * kBoxBytes, &p.hidden, full, column, k);
+        copy_box_to(kBoth, to + kABytes + box * kPanelBytes, &p.hidden, full, column, k);
     }
   }
 }
 
-// One thread a block copies. That of the first block draws the pair's next tile and tells the other.
+// One thread a block copies.
 template <Pass kPass>
 __device__ void produce(const Arguments& p, std::uint32_t* counters, std::uint32_t stages, Shared& shared) {
-  const std::uint32_t rank = cluster_rank();
   Ring ring;
   Schedule schedule(p, kPass);
-  std::uint32_t index = blockIdx.x / kPair;
-  for (std::uint32_t turn = 0;; ++turn) {
-    const std::uint32_t slot = turn % kSlots, told = shared_address(&shared.told[slot]);
-    const std::uint32_t next = rank == 0 ? gridDim.x / kPair + atomicAdd(&counters[0], 1U) : 0;
-    const Tile t = schedule.tile(index, rank);
+  for (Draw draw(shared, counters);; draw.step()) {
+    const std::uint32_t rank = draw.rank();
+    const Tile t = schedule.tile(draw.take(), rank);
     if (t.kind == Kind::end) {
-      barrier_wait(shared_address(&shared.empty[ring.stage]), ring.parity ^ 1);  // for the readers in both blocks
+      shared.wait_empty(ring);
       shared.tile[ring.stage] = t;
-      barrier_arrive(shared_address(&shared.full[ring.stage]));
-      // The last pair to finish leaves the counters as it found them.
-      if (rank == 0) {
-        __threadfence();
-        if (atomicInc(&counters[1], gridDim.x / kPair - 1) == gridDim.x / kPair - 1) counters[0] = 0;
-      }
-      return;
+      barrier_arrive(shared.full_at(ring));
+      return draw.end();
     }
     schedule.wait(t);
-    // Early: the other will not wait for it.
-    if (rank == 0) tell(shared_address(&shared.drawn[slot]), told, 1, next);
+    draw.tell_other();
     if (kPass != Pass::gradients || t.kind == Kind::logits)
       copy_tile<Kind::logits>(p, t, rank, stages, shared, ring);
     else if (t.kind == Kind::dhidden)
       copy_tile<Kind::dhidden>(p, t, rank, stages, shared, ring);
     else
       copy_tile<Kind::dweight>(p, t, rank, stages, shared, ring);
-    if (rank != 0) barrier_wait_for_told(told, turn / kSlots % 2);
-    index = rank == 0 ? next : shared.drawn[slot];
   }
-}
-
-// A warp has read its stage: tells the producers of both blocks, who write to both.
-__device__ void release(Shared& shared, int stage) {
-  const std::uint32_t lane = threadIdx.x % kWarp;
-  if (lane < kPair) barrier_arrive_at(shared_address(&shared.empty[stage]), lane, 1);
 }
 
 // Where a thread of a multiplying warpgroup stands.
 struct Place {
   int half = int(threadIdx.x) / kWarpgroup - 1, warp = int(threadIdx.x) / kWarp % 4, lane = int(threadIdx.x) % kWarp;
-  __device__ int row(int h) const { return half * kBox + warp * 16 + h * 8 + lane / 4; }  // of the block's tile
-  __device__ int column(int i) const { return i / 4 * 8 + lane % 4 * 2 + i % 2; }         // of the i-th sum
+  __device__ int row(int h) const { return half * kPanel + warp * 16 + h * 8 + lane / 4; }  // of the block's tile
+  __device__ int column(int i) const { return i / 4 * 8 + lane % 4 * 2 + i % 2; }           // of the i-th sum
 };
-
-// Adds the products of one warpgroup's half of a tile. The first stage has already come.
-template <Along kA, Along kB>
-__device__ __forceinline__ void multiply(float (&sums)[kCount], Ring& ring, Shared& shared, std::uint32_t stages, int depth_blocks,
-                                         bool leads) {
-  const int half = int(threadIdx.x) / kWarpgroup - 1;
-  int before = 0;
-  for (int block = 0; block < depth_blocks; ++block) {
-    if (block > 0) barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
-    const std::uint32_t at = stages + ring.stage * kStageBytes;
-    const std::uint64_t a = operand_at(at + half * kBoxBytes, kBoxBytes), b = operand_at(at + kABytes, kBoxBytes);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kDepth / 16; ++k) wgmma<kA, kB>(sums, a + k * step_of(kA), b + k * step_of(kB));
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (block > 0) release(shared, before);
-    if (leads && block == min(kLag, depth_blocks - 1)) warpgroups_arrive(kLagBarrier);
-    before = ring.stage;
-    ring.step();
-  }
-  wgmma_wait<0>();
-  settle(sums);
-  release(shared, before);
-}
 
 // Sums leave a warp in parts of 16 rows of 256 bytes, which it lays out in shared memory of its own, so that whole lines go to
 // memory. Nobody waits for them.
@@ -186,7 +121,7 @@ class Outlet {
       __syncwarp();  // waits for the part
 #pragma unroll
       for (int i = 0; i < kPartRows; i += 2) {
-        const int row = i + at_.lane / 16, piece = at_.lane % 16, place = t.row + at_.half * kBox + at_.warp * kPartRows + row;
+        const int row = i + at_.lane / 16, piece = at_.lane % 16, place = t.row + at_.half * kPanel + at_.warp * kPartRows + row;
         float4 v;
         asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
@@ -223,7 +158,7 @@ class Outlet {
       __syncwarp();  // waits for the part
 #pragma unroll
       for (int i = 0; i < kPartRows; i += 2) {
-        const int row = i + at_.lane / 16, piece = at_.lane % 16, place = t.row + at_.half * kBox + at_.warp * kPartRows + row;
+        const int row = i + at_.lane / 16, piece = at_.lane % 16, place = t.row + at_.half * kPanel + at_.warp * kPartRows + row;
         uint4 v;
         asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -336,7 +271,7 @@ __device__ void consume(const Arguments& p, std::uint32_t stages, Shared& shared
   const Place at;
   const Outlet outlet(stages + kStages * kStageBytes, at);
   for (std::uint32_t turn = 0;; ++turn) {
-    barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
+    shared.wait_full(ring);
     const Tile t = shared.tile[ring.stage];
     if (t.kind == Kind::end) {
       if (kPass == Pass::gradients && !p.given) finish(shared, turn, -1);
@@ -381,11 +316,7 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     prefetch_map(&p.hidden);
     prefetch_map(&p.weight);
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(shared_address(&shared.full[i]), 1);
-      barrier_init(shared_address(&shared.empty[i]), kPair * kConsumers * kWarpgroup / kWarp);
-    }
-    for (int i = 0; i < kSlots; ++i) barrier_init(shared_address(&shared.told[i]), 1);
+    shared.init();
     barrier_init(shared_address(&shared.written), kConsumers * kWarpgroup / kWarp);
     barrier_init(shared_address(&shared.reported), 1);
     fence_barrier_init();
@@ -405,16 +336,12 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, 1)
 
 template <Pass kPass>
 void run(Context& ctx, const Arguments& p) {
-  int device = 0, multiprocessors = 0;
-  cuda_ok(cudaGetDevice(&device));
-  cuda_ok(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   const std::int64_t most = std::int64_t(blocks(p.s, kPair * kRows)) * blocks(std::max(p.V, p.D), kColumns) +
                             std::int64_t(blocks(p.V, kPair * kRows)) * blocks(p.D, kColumns);
-  Grid grid(blocks(std::min<std::int64_t>(most, multiprocessors / kPair) * kPair, 1), kThreads, kSharedBytes);
-  launch(ctx, cross_entropy_tiles_kernel<kPass>, grid, p, ctx.blas->counters());
+  launch(ctx, cross_entropy_tiles_kernel<kPass>, {blocks_for(ctx, most), kThreads, kSharedBytes}, p, ctx.blas->counters());
 }
 
-CUtensorMap boxes_of(ConstTensor t) { return tensor_map(t, {t.shape[1], t.shape[0]}, {kLine / 2, kBox}); }
+CUtensorMap boxes_of(ConstTensor t) { return tensor_map(t, {t.shape[1], t.shape[0]}, {kLine / 2, kPanel}); }
 
 Arguments arguments_of(const LossBlock& l, std::int64_t chunk) {
   Arguments p{};
@@ -443,7 +370,7 @@ void loss_gradients(Context& ctx, const LossBlock& l, const LossGradients& to) {
   const bool given = !to.done.present();
   const std::int64_t chunk = given ? l.weight.shape[0] : to.chunk;
   Arguments p = arguments_of(l, chunk);
-  p.g = tensor_map(to.g, {to.g.shape[1], p.s, given ? 1 : 2}, {kLine / 2, kBox, 1});
+  p.g = tensor_map(to.g, {to.g.shape[1], p.s, given ? 1 : 2}, {kLine / 2, kPanel, 1});
   p.logits = device_pointer<bf16>(to.g);
   p.stride = int(to.g.shape[1]);
   p.given = given;

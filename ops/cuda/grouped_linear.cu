@@ -13,8 +13,6 @@
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/product.h"
 #include "ops/cuda/rows.cuh"
-#include "ops/cuda/tensor_copy.cuh"
-#include "ops/cuda/tensor_cores.cuh"
 #include "ops/grouped_linear.h"
 
 namespace moetrain::ops {
@@ -25,23 +23,9 @@ using namespace cuda::grouped;  // NOLINT
 
 enum class Pass : std::uint8_t { forward, dgrad };
 
-constexpr int kStages = 4, kLine = 128;  // bytes of a stage's summands of one row: a swizzled line
-constexpr int kABytes = kRows * kLine, kBBytes = kColumns * kLine, kStageBytes = kABytes + kBBytes;
-constexpr int kPanelBytes = 64 * kLine;  // 64 rows of lines
-constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroup;
-constexpr int kRoundBytes = 64 * kLine;  // 64 rows of results of a warpgroup, on their way out
-constexpr int kLag = 1;                  // stages that the second warpgroup stays behind: it multiplies while the first one writes
-constexpr int kLagBarrier = 3;
+constexpr int kRoundBytes = kPanelBytes;  // 64 rows of results of a warpgroup, on their way out
 
-// More than stages: before a slot is used again both blocks have read it, since all stages have gone around in between.
-constexpr int kSlots = 8;
-static_assert(kSlots > kStages);
-
-struct Shared {
-  alignas(16) Tile tile[kStages];  // of the stage, where a tile begins
-  std::uint64_t full[kStages], empty[kStages], told[kSlots];
-  std::uint32_t drawn[kSlots];  // tiles of the pair, as its first block has told
-};
+using Shared = pair::Shared<Tile, kStages>;  // tiles by the stage where they begin
 constexpr std::size_t kSharedBytes =
     kStages * kStageBytes + kConsumers * 2 * kRoundBytes + sizeof(Shared) + 1024;  // 1024: to align
 
@@ -54,100 +38,43 @@ struct Operands {
 __device__ int blocks_of_depth(const Sizes& s) { return s.summed * ((s.depth + kDepth - 1) / kDepth); }
 __device__ int width_of(const Tile& t) { return (t.count + kWidthStep - 1) / kWidthStep * kWidthStep; }
 
-// Where a warp stands in the ring of stages.
-struct Ring {
-  int stage = 0;
-  std::uint32_t parity = 0;
-  __device__ void step() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
-// One thread a block copies its own rows of the first operand, and every other box of the columns for both blocks. That of the
-// first block draws the pair's next tile and tells the other.
+// One thread a block copies its own rows of the first operand, and every other box of the columns for both blocks.
 template <Pass kPass>
 __device__ void produce(const Operands& of, Schedule schedule, std::uint32_t* counters, const Sizes& s, std::uint32_t stages,
                         Shared& shared) {
-  constexpr std::uint16_t kBoth = (1 << kPair) - 1;
-  const std::uint32_t rank = cluster_rank();
   Ring ring;
-  std::uint32_t index = blockIdx.x / kPair;
-  for (std::uint32_t turn = 0;; ++turn) {
-    const std::uint32_t slot = turn % kSlots, told = shared_address(&shared.told[slot]);
-    const std::uint32_t next = rank == 0 ? gridDim.x / kPair + atomicAdd(&counters[0], 1U) : 0;
-    const Tile t = schedule.tile(index, rank);
+  for (Draw draw(shared, counters);; draw.step()) {
+    const Tile t = schedule.tile(draw.take(), draw.rank());
     const int depth_blocks = blocks_of_depth(s), width = width_of(t);
     const bool whole = width == kColumns;
     const CUtensorMap *a = &of.a[t.matrix], *b = whole ? &of.half_b[0] : &of.b[0];
     for (int block = 0, k = 0; block < depth_blocks; ++block, ring.step()) {
-      barrier_wait(shared_address(&shared.empty[ring.stage]), ring.parity ^ 1);  // for the readers in both blocks
-      const std::uint32_t full = shared_address(&shared.full[ring.stage]), to_a = stages + ring.stage * kStageBytes,
-                          to_b = to_a + kABytes;
+      shared.wait_empty(ring);
+      const std::uint32_t full = shared.full_at(ring), to_a = stages + ring.stage * kStageBytes, to_b = to_a + kABytes;
       if (block == 0) shared.tile[ring.stage] = t;
       if (t.count < 0) {
         barrier_arrive(full);
-        // The last pair to finish leaves the counters as it found them.
-        if (rank == 0) {
-          __threadfence();
-          if (atomicInc(&counters[1], gridDim.x / kPair - 1) == gridDim.x / kPair - 1) counters[0] = 0;
-        }
-        return;
+        return draw.end();
       }
       barrier_arrive_and_expect(full, kABytes + width * kLine);
       if constexpr (kPass == Pass::forward) {
         copy_box(to_a, a, full, k, t.row, t.group);
       } else {
 #pragma unroll
-        for (int panel = 0; panel < kRows / 64; ++panel)
-          copy_box(to_a + panel * kPanelBytes, a, full, t.row + panel * 64, k, t.group);
+        for (int panel = 0; panel < kAPanels; ++panel)
+          copy_box(to_a + panel * kPanelBytes, a, full, t.row + panel * kPanel, k, t.group);
       }
       if (whole) {
-        const int box = int(rank) * kColumns / kPair;
+        const int box = int(draw.rank()) * kColumns / kPair;
         copy_box_to(kBoth, to_b + box * kLine, b, full, k, t.begin + box);
       } else {
-        for (int box = int(rank) * kWidthStep; box < width; box += kPair * kWidthStep)
+        for (int box = int(draw.rank()) * kWidthStep; box < width; box += kPair * kWidthStep)
           copy_box_to(kBoth, to_b + box * kLine, b, full, k, t.begin + box);
       }
       if ((k += kDepth) >= s.depth) k = 0, ++a, ++b;  // on to the second product
-      if (block == 0 && rank == 0)
-        tell(shared_address(&shared.drawn[slot]), told, 1, next);  // early: the other will not wait for it
+      if (block == 0) draw.tell_other();
     }
-    if (rank != 0) barrier_wait_for_told(told, turn / kSlots % 2);
-    index = rank == 0 ? next : shared.drawn[slot];
   }
-}
-
-// This warp has read a stage: tells the producers of both blocks, who write to both.
-__device__ void release(Shared& shared, int stage) {
-  const std::uint32_t lane = threadIdx.x % kWarp;
-  if (lane < kPair) barrier_arrive_at(shared_address(&shared.empty[stage]), lane, 1);
-}
-
-// Adds the products of one warpgroup's half of a tile. The first stage has already come.
-template <Pass kPass, int kCount>
-__device__ __forceinline__ void multiply(float (&sums)[kCount], Ring& ring, Shared& shared, std::uint32_t stages, const Sizes& s,
-                                         bool leads) {
-  constexpr Along kA = kPass == Pass::forward ? Along::k : Along::outer, kB = Along::k;
-  const int half = int(threadIdx.x) / kWarpgroup - 1, depth_blocks = blocks_of_depth(s);
-  int before = 0;
-  for (int block = 0; block < depth_blocks; ++block) {
-    if (block > 0) barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
-    const std::uint32_t at_a = stages + ring.stage * kStageBytes + half * kPanelBytes,
-                        at_b = stages + ring.stage * kStageBytes + kABytes;
-    const std::uint64_t a = operand_at(at_a, kPanelBytes), b = operand_at(at_b, kPanelBytes);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kDepth / 16; ++k) wgmma<kA, kB>(sums, a + k * step_of(kA), b + k * step_of(kB));
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (block > 0) release(shared, before);
-    if (leads && block == min(kLag, depth_blocks - 1)) warpgroups_arrive(kLagBarrier);
-    before = ring.stage;
-    ring.step();
-  }
-  wgmma_wait<0>();
-  settle(sums);
-  release(shared, before);
 }
 
 // Where a thread's 8 results of each row go: 8 threads a row, 16 rows a step.
@@ -201,7 +128,7 @@ template <Pass kPass, int kWidth>
 __device__ __forceinline__ void consume_tile(Ring& ring, Shared& shared, std::uint32_t stages, int& round, const Operands& of,
                                              const Sizes& s, const Tile& t, bool leads) {
   float sums[kWidth / 2] = {};
-  multiply<kPass>(sums, ring, shared, stages, s, leads);
+  multiply<kPass == Pass::forward ? Along::k : Along::outer, Along::k>(sums, ring, shared, stages, blocks_of_depth(s), leads);
   write_rows(sums, stages + kStages * kStageBytes, round, RowsOut(of.out[t.matrix], s, t));
 }
 
@@ -220,7 +147,7 @@ __device__ void consume(const Operands& of, const Sizes& s, std::uint32_t stages
   const int half = int(threadIdx.x) / kWarpgroup - 1;
   int round = 0;
   for (bool first = true;; first = false) {
-    barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
+    shared.wait_full(ring);
     const Tile t = shared.tile[ring.stage];
     if (t.count < 0) return;
     if (first && half == 1) warpgroups_sync(kLagBarrier);
@@ -243,11 +170,7 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     prefetch_map(&of.a[0]);
     prefetch_map(&of.b[0]);
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(shared_address(&shared.full[i]), 1);
-      barrier_init(shared_address(&shared.empty[i]), kPair * kConsumers * kWarpgroup / kWarp);
-    }
-    for (int i = 0; i < kSlots; ++i) barrier_init(shared_address(&shared.told[i]), 1);
+    shared.init();
     fence_barrier_init();
   }
   cluster_sync();  // waits for the barriers of both blocks
@@ -297,8 +220,8 @@ template <Pass kPass>
 void run_on_tensor_cores(Context& ctx, const Operands& of, const std::int64_t* offsets, const Sizes& s, std::int64_t most_rows) {
   const std::int64_t pairs = s.stacked * pairs_of(s.rows),
                      across = most_rows / kColumns + std::min<std::int64_t>(s.groups, most_rows);
-  launch(ctx, grouped_linear_kernel<kPass>, {blocks_for(pairs * across), kThreads, kSharedBytes}, of, offsets, ctx.blas->counters(),
-         s);
+  launch(ctx, grouped_linear_kernel<kPass>, {blocks_for(ctx, pairs * across), kThreads, kSharedBytes}, of, offsets,
+         ctx.blas->counters(), s);
 }
 
 // y (+)= of one matrix a group, by the kernels for any types and widths.

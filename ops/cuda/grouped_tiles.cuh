@@ -1,19 +1,15 @@
 // grouped_tiles.cuh -- which tile of which group a pair of blocks multiplies next; the bounds of the groups lie on the device.
 #pragma once
-#include <algorithm>
 #include <cstdint>
 
-#include "memory/cuda_check.h"
-#include "ops/cuda/launch.cuh"
+#include "ops/cuda/pair_tiles.cuh"
 
 namespace moetrain::ops::cuda::grouped {
 
-constexpr int kPair = 2;                    // blocks that share the columns of a tile
-constexpr int kRows = 128, kColumns = 256;  // of a block's tile
-constexpr int kWidthStep = 32;              // columns by which tiles of a group's rows are narrowed to what is needed
-constexpr int kDepth = 64;                  // summands of a stage
-constexpr int kBand = 8;                    // pairs of blocks side by side on the same columns: what stays in L2 is about square
-constexpr int kMostSorted = 1024;           // groups: more are no longer worth sorting
+using namespace pair;
+
+constexpr int kWidthStep = 32;     // columns by which tiles of a group's rows are narrowed to what is needed
+constexpr int kMostSorted = 1024;  // groups: more are no longer worth sorting
 
 struct Sizes {
   int groups, rows, columns, depth;  // of the outputs; columns of dw; summands, or 0 where they are the group's rows
@@ -45,10 +41,7 @@ __device__ inline void sort_groups(const std::int64_t* offsets, int groups, int*
   }
 }
 
-// Pairs of blocks that cover the rows of one matrix.
-__host__ __device__ inline int pairs_of(int rows) { return (rows + kPair * kRows - 1) / (kPair * kRows); }
-
-// Tiles in the order of groups; within a group in bands of kBand pairs of blocks, so that neighbours read the same operands.
+// Tiles in the order of groups.
 class Schedule {
  public:
   __device__ Schedule(const std::int64_t* offsets, const Sizes& s, const Order* order)
@@ -59,10 +52,9 @@ class Schedule {
       const int group = order_ ? order_->group[place_] : place_;
       const auto begin = int(offsets_[group]), rows = int(offsets_[group + 1]) - begin;
       const int columns = s_.depth > 0 ? rows : rows > 0 || s_.empty_groups ? s_.columns : 0;
-      const int across = (columns + kColumns - 1) / kColumns, tiles = across * pairs_;
+      const int across = tiles_across(columns), tiles = across * pairs_;
       if (int(index) < before_ + tiles) {
-        const int at = int(index) - before_, band = at / (across * kBand), width = min(kBand, pairs_ - band * kBand);
-        const int in_band = at - band * across * kBand, pair = band * kBand + in_band % width, column = in_band / width * kColumns;
+        const auto [pair, column] = InBands(int(index) - before_, pairs_, across);
         const int matrix = s_.stacked > 1 ? pair / pairs_of(s_.rows) : 0;
         const int row = ((pair - matrix * pairs_of(s_.rows)) * kPair + int(rank)) * kRows;
         if (s_.depth == 0) return {group, matrix, row, column, begin, rows};
@@ -79,14 +71,5 @@ class Schedule {
   const Sizes& s_;
   int pairs_, place_ = 0, before_ = 0;  // tiles of earlier groups
 };
-
-// Blocks for so many tiles: pairs of them, as many as fit the device.
-inline unsigned int blocks_for(std::int64_t tiles) {
-  int device = 0, multiprocessors = 0;
-  cuda_ok(cudaGetDevice(&device));
-  cuda_ok(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-  check(tiles < 0x7fffffff, "grouped_linear: more tiles than can be counted", {{"tiles", tiles}});
-  return blocks(std::min<std::int64_t>(tiles, multiprocessors / kPair) * kPair, 1);
-}
 
 }  // namespace moetrain::ops::cuda::grouped

@@ -5,9 +5,6 @@
 #include "ops/cuda/grouped_passes.h"
 #include "ops/cuda/grouped_tiles.cuh"
 #include "ops/cuda/launch.cuh"
-#include "ops/cuda/rows.cuh"
-#include "ops/cuda/tensor_copy.cuh"
-#include "ops/cuda/tensor_cores.cuh"
 
 namespace moetrain::ops {
 namespace {
@@ -15,36 +12,15 @@ namespace {
 using namespace cuda;           // NOLINT: the helpers of this backend
 using namespace cuda::grouped;  // NOLINT
 
-constexpr int kStages = 4, kPanel = 64;  // columns of an operand in a line
-constexpr int kLine = 128;               // bytes: of 64 columns of an operand, of 32 of dw
-constexpr int kPanelBytes = kDepth * kLine, kAPanels = kRows / kPanel, kBPanels = kColumns / kPanel;
-constexpr int kStageBytes = (kAPanels + kBPanels) * kPanelBytes;
-constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kBoxRows = 16, kBoxColumns = 32, kBoxBytes = kBoxRows * kLine;  // of dw, on their way out of a warp
 constexpr int kBoxes = 2;                                                     // of a warp
 constexpr int kChunks = kColumns / kBoxColumns, kChunk = kBoxColumns / 2;     // of a tile; sums of a thread for a box
 constexpr int kKeptChunks = kChunks / 2;  // that wait for the next tile's products: as many as registers hold
 constexpr int kLag = 2;                   // stages that the second warpgroup stays behind: it multiplies while the first one sends
-constexpr int kLagBarrier = 3;
-constexpr int kShallow = 512;  // rows of a group: up to about here memory is slower than the products
+constexpr int kShallow = 512;             // rows of a group: up to about here memory is slower than the products
 
-// More than stages: before a slot is used again all have read it, since all stages have gone around in between.
-constexpr int kSlots = 8;
-static_assert(kSlots > kStages + 1);
-
-// Where one stands in the ring of stages.
-struct Ring {
-  int stage = 0;
-  std::uint32_t parity = 0;
-  __device__ void step() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
-struct Shared {
-  alignas(16) Tile tile[kSlots];
-  std::uint64_t full[kStages], empty[kStages], ready[kSlots], told[kSlots];
-  std::uint32_t drawn[kSlots];  // tiles of the pair, as its first block has told
+struct Shared : pair::Shared<Tile, kSlots> {
+  std::uint64_t ready[kSlots];
   Order order;
 };
 constexpr int kBoxesBytes = kConsumers * kWarpgroup / kWarp * kBoxes * kBoxBytes;
@@ -55,34 +31,22 @@ struct Maps {
   CUtensorMap dy[2], x, dw[2];
 };
 
-// One thread a block copies its own rows of dy^T, and every other panel of x for both blocks. That of the first block draws the
-// pair's next tile and tells the other.
+// One thread a block copies its own rows of dy^T, and every other panel of x for both blocks.
 __device__ void produce(const Maps& maps, Schedule schedule, std::uint32_t* counters, std::uint32_t stages, Shared& shared) {
-  constexpr std::uint16_t kBoth = (1 << kPair) - 1;
-  const std::uint32_t rank = cluster_rank();
   Ring ring;
-  std::uint32_t index = blockIdx.x / kPair;
-  for (std::uint32_t turn = 0;; ++turn) {
-    const std::uint32_t slot = turn % kSlots, told = shared_address(&shared.told[slot]);
-    const std::uint32_t next = rank == 0 ? gridDim.x / kPair + atomicAdd(&counters[0], 1U) : 0;
-    const Tile t = schedule.tile(index, rank);
+  for (Draw draw(shared, counters);; draw.step()) {
+    const std::uint32_t rank = draw.rank(), slot = draw.slot();
+    const Tile t = schedule.tile(draw.take(), rank);
     const CUtensorMap* dy = &maps.dy[t.matrix];
     const int end = t.begin + max(1, t.count);  // an empty group has a turn too
     for (int k = t.begin; k < end; k += kDepth, ring.step()) {
-      barrier_wait(shared_address(&shared.empty[ring.stage]), ring.parity ^ 1);  // for the readers in both blocks
+      shared.wait_empty(ring);
       if (k == t.begin) {
         shared.tile[slot] = t;
         barrier_arrive(shared_address(&shared.ready[slot]));
       }
-      if (t.count < 0) {
-        // The last pair to finish leaves the counters as it found them.
-        if (rank == 0) {
-          __threadfence();
-          if (atomicInc(&counters[1], gridDim.x / kPair - 1) == gridDim.x / kPair - 1) counters[0] = 0;
-        }
-        return;
-      }
-      const std::uint32_t full = shared_address(&shared.full[ring.stage]), to_a = stages + ring.stage * kStageBytes,
+      if (t.count < 0) return draw.end();
+      const std::uint32_t full = shared.full_at(ring), to_a = stages + ring.stage * kStageBytes,
                           to_b = to_a + (kAPanels + rank) * kPanelBytes;
       barrier_arrive_and_expect(full, kStageBytes);
 #pragma unroll
@@ -90,18 +54,9 @@ __device__ void produce(const Maps& maps, Schedule schedule, std::uint32_t* coun
 #pragma unroll
       for (int panel = 0; panel < kBPanels; panel += kPair)
         copy_box_to(kBoth, to_b + panel * kPanelBytes, &maps.x, full, t.column + (panel + int(rank)) * kPanel, k);
-      if (k == t.begin && rank == 0)
-        tell(shared_address(&shared.drawn[slot]), told, 1, next);  // early: the other will not wait for it
+      if (k == t.begin) draw.tell_other();
     }
-    if (rank != 0) barrier_wait_for_told(told, turn / kSlots % 2);
-    index = rank == 0 ? next : shared.drawn[slot];
   }
-}
-
-// This warp has read a stage: tells the producers of both blocks, who write to both.
-__device__ void release(Shared& shared, int stage) {
-  const std::uint32_t lane = threadIdx.x % kWarp;
-  if (lane < kPair) barrier_arrive_at(shared_address(&shared.empty[stage]), lane, 1);
 }
 
 // Lines past the group's end become zeros, as far as they are multiplied: they hold rows of the next group. Each warpgroup clears
@@ -132,19 +87,17 @@ __device__ __forceinline__ void multiply(float (&sums)[kChunks * kChunk], Ring& 
   const int half = int(threadIdx.x) / kWarpgroup - 1, whole = count / kDepth, rest = count % kDepth;
   int before = -1;
   for (int block = 0; block < whole; ++block, ring.step()) {
-    barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
+    shared.wait_full(ring);
     const std::uint32_t stage = stages + ring.stage * kStageBytes;
-    multiply_steps<kDepth / 16>(sums, operand_at(stage + half * kPanelBytes),
-                                operand_at(stage + kAPanels * kPanelBytes, kPanelBytes));
+    multiply_steps<kDepth / 16>(sums, operand_at(stage + half * kPanelBytes), operand_at(stage + kABytes, kPanelBytes));
     meanwhile(block);
     wgmma_wait<1>();
-    if (before >= 0) release(shared, before);
+    if (before >= 0) shared.release(before);
     before = ring.stage;
   }
   if (rest > 0 || whole == 0) {
-    barrier_wait(shared_address(&shared.full[ring.stage]), ring.parity);
-    const std::uint32_t a = stages + ring.stage * kStageBytes + half * kPanelBytes,
-                        b = stages + ring.stage * kStageBytes + kAPanels * kPanelBytes;
+    shared.wait_full(ring);
+    const std::uint32_t a = stages + ring.stage * kStageBytes + half * kPanelBytes, b = stages + ring.stage * kStageBytes + kABytes;
     const int steps = (rest + 15) / 16;
     if (rest < steps * 16) {
       clear_lines(a, b, rest, steps * 16);
@@ -153,12 +106,12 @@ __device__ __forceinline__ void multiply(float (&sums)[kChunks * kChunk], Ring& 
     for (int k = 0; k < steps; ++k)
       multiply_steps<1>(sums, operand_at(a) + k * step_of(Along::outer), operand_at(b, kPanelBytes) + k * step_of(Along::outer));
     wgmma_wait<0>();
-    release(shared, ring.stage);
+    shared.release(ring.stage);
     ring.step();
   }
   wgmma_wait<0>();
   settle(sums);
-  if (before >= 0) release(shared, before);
+  if (before >= 0) shared.release(before);
 }
 
 // A warp's way to dw, through boxes of 16 rows and 32 columns.
@@ -261,14 +214,8 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, 1)
     prefetch_map(&maps.dy[0]);
     prefetch_map(&maps.x);
     prefetch_map(&maps.dw[0]);
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(shared_address(&shared.full[i]), 1);
-      barrier_init(shared_address(&shared.empty[i]), kPair * kConsumers * kWarpgroup / kWarp);
-    }
-    for (int i = 0; i < kSlots; ++i) {
-      barrier_init(shared_address(&shared.ready[i]), 1);
-      barrier_init(shared_address(&shared.told[i]), 1);
-    }
+    shared.init();
+    for (int i = 0; i < kSlots; ++i) barrier_init(shared_address(&shared.ready[i]), 1);
     fence_barrier_init();
   }
   const bool sorted = s.groups <= kMostSorted;
@@ -290,14 +237,15 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, 1)
 void cuda::grouped_wgrad(Context& ctx, const GroupedWgrad& a) {
   const std::int64_t R = a.dy[0].shape[0], O = a.dy[0].shape[1], I = a.x.shape[1], e = a.dw[0].shape[0];
   const int matrices = a.dy[1].present() ? 2 : 1;
-  const std::int64_t tiles = e * matrices * pairs_of(int(O)) * ((I + kColumns - 1) / kColumns);
+  const std::int64_t tiles = e * matrices * pairs_of(int(O)) * tiles_across(int(I));
   Maps maps;
   maps.x = tensor_map(a.x, {I, R}, {kPanel, kDepth});
   for (int m = 0; m < matrices; ++m) {
     maps.dy[m] = tensor_map(a.dy[m], {O, R}, {kPanel, kDepth});
     maps.dw[m] = tensor_map(a.dw[m], {I, O, e}, {kBoxColumns, kBoxRows, 1});
   }
-  launch(ctx, grouped_wgrad_kernel, {blocks_for(tiles), kThreads, kSharedBytes}, maps, a.offsets, ctx.blas->counters(), !a.write,
+  launch(ctx, grouped_wgrad_kernel, {blocks_for(ctx, tiles), kThreads, kSharedBytes}, maps, a.offsets, ctx.blas->counters(),
+         !a.write,
          Sizes{.groups = int(e), .rows = int(O), .columns = int(I), .depth = 0, .empty_groups = a.write, .stacked = matrices});
 }
 

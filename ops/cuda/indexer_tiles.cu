@@ -82,17 +82,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_wait(shared + Layout::full + 8 * (i % kStages), i / kStages & 1);
       const std::uint32_t keys = shared + Layout::stages + i % kStages * kKeyTile + half * 64 * kLine;
       float u[kColumns / 2] = {};
-      settle(u);
-      wgmma_fence();
-#pragma unroll
-      for (int p = 0; p < kPanels; ++p)
-#pragma unroll
-        for (int step = 0; step < kPanel / 16; ++step)
-          wgmma<Along::k, Along::k>(u, operand_at(keys + p * kKeyPanel) + step * step_of(Along::k),
-                                    operand_at(shared + Layout::query + p * kQueryPanel) + step * step_of(Along::k));
-      wgmma_commit();
-      wgmma_wait<0>();
-      settle(u);
+      multiply_panels<Along::k, Along::k, kPanels, kPanel / 16>(u, keys, kKeyPanel, shared + Layout::query, kQueryPanel);
       barrier_arrive(shared + Layout::empty + 8 * (i % kStages));
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

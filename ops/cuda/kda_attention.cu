@@ -422,7 +422,7 @@ void cuda::kda_scan(Context& ctx, const KdaAttention& x, const KdaTiles& tiles, 
                            .N = int(x.N()),
                            .H = int(x.H())};
     auto run = [&](auto kernel, auto stage_bytes) {
-      const ScanShape shape = scan_shape(x, width, stage_bytes);
+      const ScanShape shape = scan_shape(ctx, x, width, stage_bytes);
       launch(ctx, kernel, shape.grid, args, shape.stages);
     };
     if (tiles.s.present())

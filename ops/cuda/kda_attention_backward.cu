@@ -272,7 +272,7 @@ void backward(Context& ctx, const KdaAttentionBackward& a, const KdaTiles& tiles
          {chunks, kChunkThreads, std::size_t(kRows * kWidth * int(sizeof(S)) + kRows * (kWidth + 1) * 4)}, in,
          NormArgs<S>{device_pointer<T>(a.dy), device_pointer<T>(a.o), in.gate, device_pointer<T>(a.dgate),
                      device_pointer<T>(tiles.do_), tiles.norm_parts.as<float>()});
-  const ScanShape shape = scan_shape(x, kWidth, ReverseShared<S, kWidth>::stage_bytes);
+  const ScanShape shape = scan_shape(ctx, x, kWidth, ReverseShared<S, kWidth>::stage_bytes);
   launch(ctx, kda_attention_backward_scan_kernel<S, kWidth>, shape.grid,
          ReverseArgs<S>{.w = device_pointer<T>(tiles.w),
                         .q = device_pointer<T>(tiles.q),

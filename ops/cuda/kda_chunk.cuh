@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 
+#include "ops/cuda/blas.h"
 #include "ops/cuda/kda_passes.h"
 #include "ops/cuda/kda_tiles.cuh"
 #include "ops/cuda/launch.cuh"
@@ -367,10 +368,9 @@ struct ScanShape {
   int stages;
 };
 template <class StageBytes>
-ScanShape scan_shape(const KdaAttention& x, int width, StageBytes stage_bytes) {
-  constexpr std::int64_t kProcessors = 132;  // of an H200
+ScanShape scan_shape(const Context& ctx, const KdaAttention& x, int width, StageBytes stage_bytes) {
   const std::int64_t heads = x.N() * x.documents.count();
-  const int warps = width == 128 && heads * 2 >= kProcessors ? 4 : 2;
+  const int warps = width == 128 && heads * 2 >= ctx.blas->multiprocessors() ? 4 : 2;
   const int stages = std::min(TileRing::kMost, (224 * 1024 - TileRing::kBarrierBytes) / stage_bytes(warps));
   return {Grid(dim3(unsigned(width / (16 * warps)), unsigned(x.N()), unsigned(x.documents.count())),
                dim3(unsigned(kWarp * (warps + 1))), std::size_t(TileRing::kBarrierBytes + stages * stage_bytes(warps))),

@@ -3,6 +3,7 @@
 // in registers. The tensor cores bound it: 128 keys by 288 columns by a query's 128 (64 heads of two terms) take 2176 cycles, in
 // which shared memory takes up the query's values (544) and gives them to two warpgroups (1088).
 #include "ops/cuda/attention_products.cuh"
+#include "ops/cuda/blas.h"
 #include "ops/cuda/key_tiles.h"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/rows.cuh"
@@ -206,12 +207,13 @@ __global__ void __cluster_dims__(1, kCluster, 1) __launch_bounds__(kThreads, 1)
 
 template <bool kBoth>
 void run(Context& ctx, const KeyTiles& a) {
-  constexpr int kSMs = 132, kHalves = kBoth ? 2 : 1;
+  constexpr int kHalves = kBoth ? 2 : 1;
+  const std::int64_t at_once = ctx.blas->multiprocessors();
   const KeyLists& l = a.lists;
   // as many parts of the rows as fill the device best, of those that the sums have room for
   const std::int64_t filled = kHalves * kCluster * std::int64_t(blocks(std::min(a.reach, l.keys), kCluster * kBlockKeys));
   std::int64_t parts = 1;
-  const auto waves = [&](std::int64_t count) { return (filled * count + kSMs - 1) / kSMs; };
+  const auto waves = [&](std::int64_t count) { return (filled * count + at_once - 1) / at_once; };
   for (std::int64_t count = 2; count <= key_parts(l.keys, a.panels); ++count)
     if (waves(count) * parts < waves(parts) * count) parts = count;
   const auto map = [](ConstTensor t) {  // (rows, N, width)

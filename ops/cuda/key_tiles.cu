@@ -222,23 +222,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       const std::uint32_t values = shared + Layout::values + value_stage * kTileBytes;
       barrier_wait(shared + Layout::value_full + 8 * value_stage, descriptor.y / kValueStages & 1);
       float x[kPanel / 2] = {};
-      const auto multiply = [&](auto term_count) {
-        settle(x);
-        wgmma_fence();
-#pragma unroll
-        for (int term = 0; term < term_count; ++term)
-#pragma unroll
-          for (int step = 0; step < kHeads / 16; ++step)
-            wgmma<Along::k, Along::outer>(x, operand_at(from + term * kPanelBytes) + step * step_of(Along::k),
-                                          operand_at(values + term * kPanelBytes) + step * step_of(Along::outer));
-        wgmma_commit();
-        wgmma_wait<0>();
-        settle(x);
-      };
       if (terms == 2)
-        multiply(std::integral_constant<int, 2>{});
+        multiply_panels<Along::k, Along::outer, 2, kHeads / 16>(x, from, kPanelBytes, values, kPanelBytes);
       else
-        multiply(std::integral_constant<int, 1>{});
+        multiply_panels<Along::k, Along::outer, 1, kHeads / 16>(x, from, kPanelBytes, values, kPanelBytes);
       barrier_arrive(shared + Layout::tile_empty + 8 * stage);
       __syncwarp();
       if (lane == 0) barrier_arrive_at(shared + Layout::room + 8 * stage, 0, 1);

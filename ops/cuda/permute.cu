@@ -1,4 +1,5 @@
 // permute.cu -- a counting sort of slots in tiles, all of it integers; rows copied or summed where it says, bound by their bytes.
+#include "ops/cuda/blas.h"
 #include "ops/cuda/copy_rows.cuh"
 #include "ops/cuda/storage.cuh"
 #include "ops/permute.h"
@@ -214,7 +215,8 @@ void collect_backward(Context& ctx, const CollectRowsBackward& a) {
 
 void cuda::sort_slots(Context& ctx, const SortSlots& a) {
   const std::int64_t E = a.counts.shape[0], slots = a.experts.count();
-  const std::int64_t run = std::clamp<std::int64_t>(slots / (132 * kWarps) / kWarp * kWarp, kWarp, kMostRun);  // fills an H200
+  const std::int64_t run = std::clamp<std::int64_t>(slots / (ctx.blas->multiprocessors() * kWarps) / kWarp * kWarp, kWarp,
+                                                    kMostRun);  // fills the device
   const std::int64_t tiles = std::max<std::int64_t>(blocks(slots, kWarps * run), 1);
   check(E <= kMostExperts, "sort_slots: more experts than a block counts", {{"E", E}, {"most", kMostExperts}});
   check(slots <= 0x7fffffff, "sort_slots: more slots than fit 32 bits", {{"slots", slots}});

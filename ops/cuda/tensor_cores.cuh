@@ -195,6 +195,21 @@ __device__ void wgmma(float (&sums)[kCount], std::uint64_t a, std::uint64_t b) {
         : "l"(a), "l"(b), "n"(int(kA)), "n"(int(kB)));
 }
 
+// sums += the products of kPanels panels that lie so many bytes apart, kSteps times 16 summands of each. Waits for them.
+template <Along kA, Along kB, int kPanels, int kSteps, int kCount>
+__device__ __forceinline__ void multiply_panels(float (&sums)[kCount], std::uint32_t a, int a_bytes, std::uint32_t b, int b_bytes) {
+  settle(sums);
+  wgmma_fence();
+#pragma unroll
+  for (int p = 0; p < kPanels; ++p)
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      wgmma<kA, kB>(sums, operand_at(a + p * a_bytes) + step * step_of(kA), operand_at(b + p * b_bytes) + step * step_of(kB));
+  wgmma_commit();
+  wgmma_wait<0>();
+  settle(sums);
+}
+
 // Four lanes exchange: each ends with a whole 16-byte piece of the four that they hold a quarter of each, and the other way round.
 __device__ inline uint4 whole_piece(std::uint32_t x0, std::uint32_t x1, std::uint32_t x2, std::uint32_t x3, int lane) {
   const bool odd = lane & 1, upper = lane & 2;
