@@ -166,7 +166,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       write_rows<32>(d_key + 64, scale, scale, staged, to.dq + std::int64_t(n) * kKey + kNope, row, at, T);
     }
     fence_shared_writes();
-    __syncwarp();  // waits for the lanes' fences
     rows.release();
   }
   if constexpr (kRowsAreKeys) {

@@ -70,6 +70,7 @@ struct Ring {
   }
   __device__ void await() const { barrier_wait(full(), parity); }
   __device__ void release(int read) const {  // by all lanes of a warp
+    __syncwarp();                            // waits for its readers
     if (lane() == 0) barrier_arrive(barriers + 8 * (kStages + read));
   }
   __device__ void release() const { release(stage); }

@@ -73,6 +73,7 @@ struct Shared {
   // This warp has read a stage: tells the producers of both blocks, who write to both.
   __device__ void release(int stage) const {
     const std::uint32_t lane = threadIdx.x % kWarp;
+    __syncwarp();  // waits for its readers
     if (lane < kPair) barrier_arrive_at(shared_address(&empty[stage]), lane, 1);
   }
 };

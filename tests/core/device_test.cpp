@@ -117,12 +117,11 @@ TEST_CASE("ten f32 steps of a tiny model on CUDA have the losses of the CPU", "[
 
 TEST_CASE("adapters are trained on CUDA as on the CPU: of every matrix, an A of all experts, with dropout, recomputed", "[core][cuda]") {
   if (!cuda_device_here()) return;
-  const std::vector<std::string> dense = {"attention", "shared", "latent", "head", "*.mlp.*", "*.gate.weight"};
-  std::vector<std::string> all = dense;
-  all.push_back("expert_proj");
+  const std::vector<std::string> all = {"attention", "shared", "expert_proj", "latent", "head", "*.mlp.*", "*.gate.weight"};
+  const std::vector<std::string> droppable = {"*.q_proj.weight", "*.o_proj.weight", "shared", "latent", "head", "*.mlp.gate_proj.weight"};
   for (const core::LoraConfig& lora :
        {core::LoraConfig{.rank = 3, .alpha = 5, .target = all}, core::LoraConfig{.rank = 8, .alpha = 8, .shared_a = true, .target = all},
-        core::LoraConfig{.rank = 3, .alpha = 5, .dropout = 0.25, .target = dense}}) {
+        core::LoraConfig{.rank = 3, .alpha = 5, .dropout = 0.25, .target = droppable}}) {
     CAPTURE(lora.rank, lora.shared_a, lora.dropout);
     core::Config c = smooth(tiny_config());
     c.lora = lora;
