@@ -59,11 +59,11 @@ YamlNode to_node(const Json& value) {
   return n;
 }
 
-void use_public_names(Json& text, const std::string& path) {
+void use_public_names(Json& text) {
   for (const auto& [other, name] : kOtherNames) {
     if (!text.contains(other)) continue;
     if (text.contains(name) && text[name] != text[other])
-      throw Error(path + ": " + other + " is " + text[other].dump() + ", but " + name + " is " + text[name].dump());
+      throw Error(std::string(other) + " is " + text[other].dump() + ", but " + name + " is " + text[name].dump());
     Json value = text[other];  // a new key may move the others
     text[name] = std::move(value);
     text.erase(other);
@@ -71,7 +71,7 @@ void use_public_names(Json& text, const std::string& path) {
 }
 
 // Layers (from 1) that the library's list calls full attention; the public list says it too, or is made from this.
-void use_layer_types(Json& text, const std::string& path) {
+void use_layer_types(Json& text) {
   if (!text.contains("layer_types") || text["layer_types"].is_null()) return;
   Json full = Json::array();
   for (std::size_t layer = 0; layer < text["layer_types"].size(); ++layer) {
@@ -79,7 +79,7 @@ void use_layer_types(Json& text, const std::string& path) {
     if (type == "full_attention")
       full.push_back(layer + 1);
     else if (type != "linear_attention")
-      throw Error(path + ": layer_types: '" + type + "' of layer " + std::to_string(layer) + " is not known");
+      throw Error("layer_types: '" + type + "' of layer " + std::to_string(layer) + " is not known");
   }
   Json& linear = text["linear_attn_config"];
   const std::array<std::pair<const char*, const char*>, 3> widths{
@@ -88,32 +88,31 @@ void use_layer_types(Json& text, const std::string& path) {
     if (text.contains(other) && !linear.contains(name)) linear[name] = text[other];
   if (!linear.contains("full_attn_layers")) linear["full_attn_layers"] = full;
   if (linear["full_attn_layers"] != full)
-    throw Error(path + ": layer_types make layers " + full.dump() + " full attention, linear_attn_config.full_attn_layers " +
+    throw Error("layer_types make layers " + full.dump() + " full attention, linear_attn_config.full_attn_layers " +
                 linear["full_attn_layers"].dump());
 }
 
-void use_mlp_layer_types(Json& text, const std::string& path) {
+void use_mlp_layer_types(Json& text) {
   if (!text.contains("mlp_layer_types") || text["mlp_layer_types"].is_null()) return;
   const Json& types = text["mlp_layer_types"];
   const auto sparse = std::find(types.begin(), types.end(), "sparse");
   const auto dense = std::int64_t(sparse - types.begin());
   if (std::any_of(sparse, types.end(), [](const Json& type) { return type != "sparse"; }))
-    throw Error(path + ": mlp_layer_types: a dense layer after the first sparse one, layer " + std::to_string(dense));
+    throw Error("mlp_layer_types: a dense layer after the first sparse one, layer " + std::to_string(dense));
   if (!text.contains("first_k_dense_replace")) text["first_k_dense_replace"] = dense;
   if (text["first_k_dense_replace"] != dense)
-    throw Error(path + ": mlp_layer_types begin with " + std::to_string(dense) + " dense layers, first_k_dense_replace is " +
+    throw Error("mlp_layer_types begin with " + std::to_string(dense) + " dense layers, first_k_dense_replace is " +
                 text["first_k_dense_replace"].dump());
 }
 
-void refuse_what_is_not_read(const Json& config, const std::string& path) {
+void refuse_what_is_not_read(const Json& config) {
   if (config.contains("attention_bias") && config["attention_bias"] == true)
-    throw Error(path + ": attention_bias is true: biases of projections are not known here");
+    throw Error("attention_bias is true: biases of projections are not known here");
   if (!config.contains("quantization_config") || config["quantization_config"].is_null()) return;
   const Json& quantization = config["quantization_config"];
   const std::string format = quantization.value("format", quantization.value("quant_method", "unknown"));
   if (format != "mxfp4-pack-quantized")
-    throw Error(path + ": quantization_config: the weights are in the format " + format +
-                "; mxfp4-pack-quantized and plain ones are read");
+    throw Error("quantization_config: the weights are in the format " + format + "; mxfp4-pack-quantized and plain ones are read");
 }
 
 Json to_json(const YamlNode& node) {
@@ -145,19 +144,21 @@ HfConfig read_hf_config(const std::string& path) {
   HfConfig result;
   try {
     const Json config = parse_json<Json>(contents);
-    if (!config.is_object()) throw Error("it holds no object");
+    if (!config.is_object()) throw Error("not the config.json of a model: it holds no object");
     const bool nested = config.contains("text_config") && config["text_config"].is_object();
     Json text = nested ? config["text_config"] : config;
-    refuse_what_is_not_read(config, path);
-    refuse_what_is_not_read(text, path);
-    use_public_names(text, path);
-    use_layer_types(text, path);
-    use_mlp_layer_types(text, path);
+    refuse_what_is_not_read(config);
+    refuse_what_is_not_read(text);
+    use_public_names(text);
+    use_layer_types(text);
+    use_mlp_layer_types(text);
     result.vision = config.contains("vision_config") && config["vision_config"].is_object();
     for (const char* key : kWithoutBearing) text.erase(key);
     result.model = to_node(text);
   } catch (const Json::exception& wrong) {
     throw Error(path + ": not the config.json of a model: " + wrong.what());
+  } catch (const Error& wrong) {
+    throw Error(path + ": " + wrong.what());
   }
   return result;
 }

@@ -44,9 +44,11 @@ TEST_CASE("lists by layer become the public ones, and are held to those beside t
 TEST_CASE("a config.json that contradicts itself or asks for what is not read is refused by name", "[io][cpu]") {
   const TempFolder folder;
   auto why = [&](const std::string& text) { return error_of([&] { read(folder, text); }); };
-  CHECK(contains(why("{"), "config.json: not the config.json of a model"));
-  CHECK(contains(why("[1]"), "holds no object"));
-  CHECK(contains(why(R"({"n_group": 2, "num_expert_group": 1})"), "n_group is 2, but num_expert_group is 1"));
+  CHECK(contains(why("{"), folder / "config.json" + ": not the config.json of a model"));
+  CHECK(contains(why("[]"), folder / "config.json" + ": not the config.json of a model: it holds no object"));
+  CHECK(contains(why(R"({"n_group": 2, "n_group": 2})"), folder / "config.json" + ": the key 'n_group' stands there twice"));
+  CHECK(contains(why(R"({"n_group": 2, "num_expert_group": 1})"),
+                 folder / "config.json" + ": n_group is 2, but num_expert_group is 1"));
   CHECK(contains(why(R"({"attention_bias": true})"), "attention_bias"));
   CHECK(contains(why(R"({"quantization_config": {"quant_method": "fp8"}})"), "format fp8"));
   CHECK(why(R"({"quantization_config": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}})") ==
