@@ -44,7 +44,9 @@ void judge_values(const JobArguments& job, const io::YamlNode& tree, int ranks, 
     const auto line = [&](const char* section, const char* key) {
       return text.starts_with(std::string(section) + "." + key) ? line_of_key(tree, section, key) : 0;
     };
-    faults.push_back({std::max({line("training", "trainable"), line("lora", "target"), line("lora", "dropout")}), "", text});
+    faults.push_back(
+        {std::max({line("training", "trainable"), line("lora", "rank"), line("lora", "target"), line("lora", "dropout")}), "",
+         text});
   }
 }
 

@@ -1,5 +1,6 @@
 // config.h -- job.yaml as structs, one a section, every default in place; reading it, and every broken rule in one list.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -148,6 +149,7 @@ struct LoraConfig {
   bool rslora = false;                   // scale alpha / sqrt(rank) instead of alpha / rank
   bool shared_a = false;                 // one A for all experts of a layer
   std::vector<std::string> target;       // core/lora.h
+  double scale() const { return alpha / (rslora ? std::sqrt(double(rank)) : double(rank)); }
 };
 
 struct CheckpointConfig {

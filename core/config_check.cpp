@@ -1,6 +1,7 @@
 // config_check.cpp -- rules between the values of a job, and between them, the ranks and the files: each broken one is a fault.
 #include <algorithm>
 #include <filesystem>
+#include <limits>
 #include <set>
 
 #include "core/config.h"
@@ -197,6 +198,11 @@ void check_paths(Findings& f, const std::vector<std::string>& paths, const std::
 void check_run(Findings& f, const Config& c) {
   f.require(c.run.dtype != DType::f64 || c.run.device != DeviceChoice::cuda, {"run.dtype", "run.device"},
             "fp64 runs on the CPU only");
+  if (c.lora)
+    f.require(c.lora->scale() >= std::numeric_limits<float>::min() && c.lora->scale() <= std::numeric_limits<float>::max(),
+              {"lora.alpha", "lora.rank"},
+              "alpha " + number_text(c.lora->alpha) + " with rank " + text(c.lora->rank) + " makes a scale of " +
+                  number_text(c.lora->scale()) + ", which fp32 does not hold");
   if (!c.model.init_from.empty()) check_paths(f, {c.model.init_from}, "model.init_from");
   check_paths(f, c.data.train, "data.train");
   check_paths(f, c.data.eval, "data.eval");

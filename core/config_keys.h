@@ -334,7 +334,7 @@ void visit(V& v, MemoryConfig& c) {
 
 template <class V>
 void visit(V& v, LoraConfig& c) {
-  v.key("rank", c.rank, "rank of every adapter, an expert's too", size_from(1));
+  v.key("rank", c.rank, "rank of every adapter, an expert's too; at most the longer side of every target", size_from(1));
   v.key("alpha", c.alpha, "an adapter counts alpha / rank", positive());
   v.key("dropout", c.dropout, "share of an adapter's inputs that a training step drops; not with experts",
         fraction());

@@ -2,7 +2,6 @@
 #include "core/lora.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "core/host_values.h"
 #include "io/pattern.h"
@@ -24,11 +23,15 @@ Adapter declare(const LoraConfig& lora, const Param& w, ParamTable& table) {
   const bool expert = w.unit == UnitKind::experts;
   const int first = expert;  // dim of the outputs
   const std::int64_t r = lora.rank, O = w.shape[first], I = w.shape[first + 1];
+  if (r > std::max(O, I))
+    throw Error("lora.rank: " + std::to_string(r) + " is more than both sides of " + w.name + " " + w.shape.text() +
+                    ", where a rank above " + std::to_string(std::min(O, I)) + " adds nothing",
+                ExitCode::bad_job);
   const std::string module = w.name.ends_with(".weight") ? w.name.substr(0, w.name.rfind('.')) : w.name;
   const auto factor = [&](const char* name, Shape shape, Init init, UnitKind unit) {
     return table.add({.name = module + name, .shape = shape, .init = init, .layer = w.layer, .unit = unit});
   };
-  Adapter made{.scale = lora.alpha / (lora.rslora ? std::sqrt(double(r)) : double(r)), .dropout = lora.dropout};
+  Adapter made{.scale = lora.scale(), .dropout = lora.dropout};
   if (!expert)
     made.a = factor(".lora_A.weight", {r, I}, Init::fan_in, w.unit);
   else if (lora.shared_a)

@@ -262,6 +262,7 @@ class Faults(InAFolder):
     def test_adapters_of_no_matrix_and_dropout_of_experts_are_faults_at_their_line(self):
         for keys, line, what in [("{target: [attention, nowhere]}", 6, "lora.target: 'nowhere' matches no matrix of this model"),
                                  ("{dropout: 0.5, target: expert_proj}", 6, "lora.dropout: not possible for the adapter of "),
+                                 ("{rank: 9999, target: attention}", 6, "lora.rank: 9999 is more than both sides of model.layers."),
                                  ("{rank: 4}", 0, "lora.target: is missing")]:
             result = call("check", self.job(extra=f"lora: {keys}\n"))
             self.assertEqual(result.returncode, 2, result.stderr)

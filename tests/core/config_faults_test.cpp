@@ -87,6 +87,10 @@ TEST_CASE("each wrong value is one fault of its key, at its line, with the text 
            {"schedule: {decay_fraction: 0}", "schedule.decay_fraction", "is '0', expected number in (0, 1]"},
            {"moe: {quantile_bins: 1}", "moe.quantile_bins", "is '1', expected integer in [2, 65536]"},
            {"checkpoint: {keep: {a: 1}}", "checkpoint.keep", "is a map of keys, expected integer >= 0"},
+           {"lora: {target: head, alpha: 1e300}", "lora.alpha", "alpha 1e+300 with rank 8 makes a scale of 1.25e+299, which fp32"},
+           {"lora: {target: head, rslora: true, rank: 4, alpha: 1e-38}", "lora.alpha", "alpha 1e-38 with rank 4 makes a scale of 5e-39,"},
+           {"lora: {target: head, alpha: inf}", "lora.alpha", "is 'inf', expected number > 0"},
+           {"lora: {target: head, alpha: 0}", "lora.alpha", "is '0', expected number > 0"},
            {"monitor: {collective_timeout_s: 0}", "monitor.collective_timeout_s", "is '0', expected number > 0"},
        }) {
     const auto j = judge(whole_job().substr(whole_job().find('\n') + 1) + row.line + "\n");

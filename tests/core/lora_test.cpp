@@ -162,7 +162,7 @@ TEST_CASE("targets name the matrices they should: factors have their shapes, and
   }
 }
 
-TEST_CASE("a target without a matrix, and dropout where it cannot be, are faults of the job") {
+TEST_CASE("a target without a matrix, a rank above all sides, and dropout where it cannot be are faults of the job") {
   using test::contains;
   const auto fault = [](const core::Config& c) {
     try {
@@ -177,6 +177,13 @@ TEST_CASE("a target without a matrix, and dropout where it cannot be, are faults
   CHECK(contains(fault(tied), "lora.target: 'head' matches no matrix"));
   tied.lora->target = {"model.norm.weight"};
   CHECK(contains(fault(tied), "lora.target: 'model.norm.weight' matches no matrix"));
+  core::Config wide = with_adapters(tiny_config(), {"expert_proj"});
+  wide.lora->rank = 13;
+  CHECK(fault(wide).empty());
+  wide.lora->rank = 14;
+  CHECK(contains(fault(wide),
+                 "lora.rank: 14 is more than both sides of model.layers.1.block_sparse_moe.experts.w1 [8, 11, 13], "
+                 "where a rank above 11 adds nothing"));
   CHECK(contains(fault(with_adapters(tiny_config(), {"expert_proj"}, false, 0.1)), "lora.dropout: not possible"));
   CHECK(contains(fault(with_adapters(tiny_config(), {"attention"}, false, 0.1)), "kv_b_proj.weight"));
   CHECK(fault(with_adapters(tiny_linear_config(), {"attention", "shared"}, false, 0.1)).empty());
