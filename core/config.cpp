@@ -131,7 +131,7 @@ bool allows(const Rule& r, const T& value) {
 }
 
 std::string bounds_text(const Rule& r) {
-  const bool low = r.low > -kInfinity, high = r.high < kLargestSize;
+  const bool low = r.low > -kInfinity, high = r.high < kInfinity;
   if (low && high)
     return std::string(" in ") + (r.above_low ? "(" : "[") + number_text(r.low) + ", " + number_text(r.high) +
            (r.below_high ? ")" : "]");
@@ -153,7 +153,7 @@ std::string type_text(const Rule& r) {
   } else if constexpr (std::floating_point<T>) {
     return "number" + bounds_text(r);
   } else {
-    return "integer" + (std::is_unsigned_v<T> ? bounds_text(at_least(0)) : bounds_text(r));
+    return "integer" + (std::is_unsigned_v<T> ? " in [0, " + std::to_string(std::numeric_limits<T>::max()) + "]" : bounds_text(r));
   }
 }
 template <class T>
@@ -386,7 +386,9 @@ class Documenter {
   template <class T>
   void key(const Name& name, T& field, const char* meaning, const Rule& rule = {}) {
     const std::string value = default_text(field);
-    const std::string type = type_text<T>(rule.undone ? Rule{} : rule) + (rule.undone ? ", only " + value : "");
+    Rule shown = rule.undone ? Rule{} : rule;
+    if (shown.high == kLargestSize) shown.high = kInfinity;  // the page says it once
+    const std::string type = type_text<T>(shown) + (rule.undone ? ", only " + value : "");
     const std::string when = rule.when;
     add(name, type, when.empty() ? value : IsOptional<T>::value ? value + "; " + when : when, meaning);
   }

@@ -129,7 +129,7 @@ void visit_informational(V& v, ModelConfig& c) {
   v.accepted("eos_token_id", "id inside the vocabulary, or a list of them", id, "not used: data brings its own ids");
   v.accepted("pad_token_id", "id inside the vocabulary, or a list of them", id, "not used: there is no padding");
   v.accepted(
-      "head_dim", "integer >= 1", [=](const io::YamlNode& n) { return number(n, 1, std::int64_t(kLargestSize)); },
+      "head_dim", "integer in [1, 2147483647]", [=](const io::YamlNode& n) { return number(n, 1, std::int64_t(kLargestSize)); },
       "not used: each attention kind has its own widths");
   v.accepted(
       "rope_theta", "number", [](const io::YamlNode& n) { return n.kind == io::YamlNode::scalar; }, "not used: nothing is rotated");
