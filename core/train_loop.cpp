@@ -257,8 +257,10 @@ class Run {
                    load->layer, load->max, config_.monitor.expert_load_alert);
   }
 
+  // All steps so far were profiled.
   void report_times() const {
     if (!main_rank()) return;
+    if (run_steps_ == 0) return spdlog::info("no time by op: this run did no step");
     double total = 0;
     std::vector<std::pair<double, std::string>> rows;
     for (const auto& [name, entry] : times_.by_op) {
@@ -266,9 +268,8 @@ class Run {
       rows.emplace_back(entry.seconds, name);
     }
     std::sort(rows.rbegin(), rows.rend());
-    const double steps = double(config_.monitor.profile_steps);
-    spdlog::info("time by op on this rank, a step, over {} steps of {:.1f} ms:", config_.monitor.profile_steps,
-                 run_seconds_ / double(run_steps_) * 1e3);
+    const double steps = double(run_steps_);
+    spdlog::info("time by op on this rank, a step, over {} steps of {:.1f} ms:", run_steps_, run_seconds_ / steps * 1e3);
     for (const auto& [seconds, name] : rows)
       spdlog::info("  {:28} {:9.3f} ms  {:5.1f} %  {:6.0f} calls", name, seconds / steps * 1e3, 100 * seconds / run_seconds_,
                    double(times_.by_op.at(name).calls) / steps);
@@ -297,6 +298,7 @@ class Run {
   }
 
   void finish(ExitCode code, const std::string& cause) {
+    if (run_steps_ < config_.monitor.profile_steps) report_times();
     if (code != ExitCode::gave_up && saved_step_ != trainer_.progress().step) save();
     together(control_, [&] {
       if (!main_rank()) return;

@@ -489,6 +489,30 @@ TEST_CASE(
   }
 }
 
+TEST_CASE("time by op is told once, after the steps that were asked for or those of a shorter run") {
+  const TempFolder folder;
+  core::Config c = run_config(folder, "run");
+  std::string log;
+  const auto told = [&](std::int64_t profile_steps, std::int64_t stop_after) {  // by this run alone
+    c.monitor.profile_steps = profile_steps;
+    const std::size_t before = log.size();
+    CHECK(run(c, {.stop_after = stop_after}) == ExitCode::done);
+    return (log = contents(folder / "run/log.txt")).substr(before);
+  };
+  const auto tables = [](const std::string& text) {
+    const auto first = text.find("time by op");
+    return first == text.npos ? 0 : text.find("time by op", first + 1) == text.npos ? 1 : 2;
+  };
+  for (const std::int64_t asked : {2, 3, 20}) {
+    const std::string text = told(asked, 3);
+    CHECK(contains(text, "time by op on this rank, a step, over " + std::to_string(std::min<std::int64_t>(asked, 3)) + " steps"));
+    CHECK(contains(text, " calls"));
+    CHECK(tables(text) == 1);
+  }
+  CHECK(contains(told(5, 0), "no time by op: this run did no step"));
+  CHECK(tables(told(0, 0)) == 0);
+}
+
 TEST_CASE("a run whose data has no label at all ends well: loss 0, every update skipped, no weight changed") {
   const TempFolder folder;
   auto data = some_tokens(2000);
