@@ -184,14 +184,22 @@ std::string latest_checkpoint(const std::string& folder) {
 
 namespace {
 
-// Whole sections, and the keys of others that decide which data comes next, how it is stored and what has optimizer state.
-void check_same_run(const io::YamlNode& here, const io::YamlNode& there, const std::string& path) {
-  const auto d = first_difference(here, there, {"model", "data", "optimizer", "lora", "run.seed", "run.dtype", "training.trainable"},
-                                  {"data.eval", "data.bad_lines", "model.init_from", "model.preset"});
-  if (d)
-    throw Error(path + ": belongs to another job: " + d->key + " is " + d->there + " there and " + d->here +
-                    " here; use another run.dir, or --resume " + path + " to start from it",
-                ExitCode::bad_job);
+// Any run that starts from a checkpoint has its model and adapters. The same run has also its data and optimizer: whole sections,
+// and the keys of others that decide which data comes next, how it is stored and what has optimizer state.
+void check_job(const Config& here, const io::Hdf5File& view, const std::string& path, bool same_run) {
+  const Config there = config_of(view);
+  const auto model = model_difference(here.model, there.model), adapters = adapter_difference(here, there);
+  auto d = model ? model : adapters;
+  if (same_run && !d)
+    d = first_difference(config_to_yaml(here), config_to_yaml(there),
+                         {"model", "data", "optimizer", "lora", "run.seed", "run.dtype", "training.trainable"},
+                         {"data.eval", "data.bad_lines", "model.init_from", "model.preset"});
+  if (!d) return;
+  const std::string advice = model      ? "another model needs a run.dir and weights of its own"
+                             : adapters ? "other adapters start anew, in a run.dir of their own, by model.init_from: " + path +
+                                              ", which merges these into the weights"
+                                        : "use another run.dir, or --resume " + path + " to start from it";
+  throw Error(path + ": belongs to another job: " + d->text() + "; " + advice, ExitCode::bad_job);
 }
 
 void check_fits(Trainer& t, const io::Hdf5File& view, const std::string& path) {
@@ -221,7 +229,7 @@ void read_rows(Trainer& t, const io::Hdf5File& view, const std::string& dataset,
 }  // namespace
 
 void check_same_run(const Config& config, const std::string& path) {
-  check_same_run(config_to_yaml(config), io::parse_yaml(io::Hdf5File::open(view_path(path)).read_text("job"), path + ":/job"), path);
+  check_job(config, io::Hdf5File::open(view_path(path)), path, true);
 }
 
 void load_checkpoint(Trainer& t, const std::string& path, bool same_run) {
@@ -230,7 +238,7 @@ void load_checkpoint(Trainer& t, const std::string& path, bool same_run) {
   together(control, [&] {
     shards = verified_view(path);
     const auto view = io::Hdf5File::open(view_path(path));
-    if (same_run) check_same_run(config_to_yaml(t.config()), io::parse_yaml(view.read_text("job"), path + ":/job"), path);
+    check_job(t.config(), view, path, same_run);
     check_fits(t, view, path);
   });
   verify_shards(control, path, shards);

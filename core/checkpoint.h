@@ -23,11 +23,12 @@ inline constexpr std::int64_t kCheckpointFormat = 1;
 // still names the one before. Keeps the newest `keep` (0: all).
 void save_checkpoint(Trainer& trainer, const std::string& folder, std::int64_t keep);
 
-// Collective. path: a step folder. Fails on every rank or on none, before any value is used. same_run: model, data and optimizer
-// of the job in the checkpoint must be those of this run (the layout may differ); otherwise only names, shapes and types must fit.
+// Collective. path: a step folder. Fails on every rank or on none, before any value is used. The model and adapters of the job in
+// the checkpoint must be those of this run, with same_run its data and optimizer too; the layout may differ.
 void load_checkpoint(Trainer& trainer, const std::string& path, bool same_run);
 
-// An Error that names the first difference when the checkpoint at `path` belongs to a run of another model, data or optimizer.
+// An Error that names the first difference when the checkpoint at `path` belongs to a run of another model, adapters, data or
+// optimizer.
 void check_same_run(const Config& config, const std::string& path);
 
 // The step folder that <folder>/latest names, without that file the newest; empty when there is no checkpoint. An Error when `latest` names what is not there.

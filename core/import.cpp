@@ -43,21 +43,9 @@ void write_view(const ParamTable& table, const Config& c, int ranks, io::Hdf5Fil
   }
 }
 
-// The model of `path` and of the job decide the same numbers.
 void check_same_model(const Config& job, const ModelConfig& model, const std::string& path) {
-  const auto plain = [](ModelConfig m) {  // without lists that only repeat others
-    m.num_key_value_heads.reset();
-    m.linear_attn.kda_layers.clear();
-    if (m.dsa) m.dsa->layers.clear();
-    Config c;
-    c.model = m;
-    return config_to_yaml(c);
-  };
-  const auto d = first_difference(plain(job.model), plain(model), {"model"},
-                                  {"model.init_from", "model.initializer_range", "model.max_position_embeddings"});
-  if (d)
-    throw Error("model.init_from: " + path + " is another model: " + d->key + " is " + d->there + " there and " + d->here + " here",
-                ExitCode::bad_job);
+  if (const auto d = model_difference(job.model, model))
+    throw Error("model.init_from: " + path + " is another model: " + d->text(), ExitCode::bad_job);
 }
 
 // Where a run's weights come from: the first `params` of its table; what is beyond them, adapters, starts fresh.
@@ -88,8 +76,7 @@ Found find_in_checkpoint(const Trainer& t, const std::string& path) {
                   p.shape.text());
   }
   const WeightSource weights = weights_of(view, table);
-  const bool same = !first_difference(config_to_yaml(t.config()), config_to_yaml(there), {"lora"}, {"lora.dropout"});
-  if (same) return {weights, t.table().size()};
+  if (!adapter_difference(t.config(), there)) return {weights, t.table().size()};
   return {merged(weights, *table), parameters_of(there.model).size()};
 }
 

@@ -50,4 +50,21 @@ std::optional<JobDifference> first_difference(const io::YamlNode& here, const io
   return {};
 }
 
+std::optional<JobDifference> model_difference(const ModelConfig& here, const ModelConfig& there) {
+  const auto plain = [](const ModelConfig& m) {
+    Config c;
+    c.model = m;
+    c.model.num_key_value_heads.reset();
+    c.model.linear_attn.kda_layers.clear();
+    if (m.dsa) c.model.dsa->layers.clear();
+    return config_to_yaml(c);
+  };
+  return first_difference(plain(here), plain(there), {"model"},
+                          {"model.init_from", "model.initializer_range", "model.max_position_embeddings"});
+}
+
+std::optional<JobDifference> adapter_difference(const Config& here, const Config& there) {
+  return first_difference(config_to_yaml(here), config_to_yaml(there), {"lora"}, {"lora.dropout"});
+}
+
 }  // namespace moetrain::core

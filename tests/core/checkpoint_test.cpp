@@ -268,12 +268,23 @@ TEST_CASE("a checkpoint of another job is refused with code 2, the key and both 
   auto u = fresh(start);
   core::load_checkpoint(*u, path, false);
   CHECK(u->progress().step == 1);
-  core::Config narrow = c;
-  narrow.model.intermediate_size = 41;
-  auto v = fresh(narrow);
-  const auto said = error_of([&] { core::load_checkpoint(*v, path, false); });
+  for (const auto& [change, words] : std::vector<std::pair<std::function<void(core::ModelConfig&)>, std::string>>{
+           {[](auto& m) { m.intermediate_size = 41; }, "model.intermediate_size is '40' there and '41' here"},
+           {[](auto& m) { m.routed_scaling_factor = 3; }, "model.routed_scaling_factor is '1' there and '3' here"}}) {
+    core::Config other = c;
+    change(other.model);
+    auto v = fresh(other);
+    const auto said = error_of([&] { core::load_checkpoint(*v, path, false); });
+    CAPTURE(said);
+    CHECK(said.substr(0, 3) == "2: ");
+    CHECK(contains(said, words));
+    CHECK(contains(said, "needs a run.dir and weights of its own"));
+  }
+  start.run.dtype = DType::f32;
+  auto w = fresh(start);
+  const auto said = error_of([&] { core::load_checkpoint(*w, path, false); });
   CHECK(said.substr(0, 3) == "3: ");
-  CHECK(contains(said, "[40, 24] there, this job needs"));
+  CHECK(contains(said, " there, this job needs fp32"));
 }
 
 TEST_CASE("keep N: the newest stay, those of an abandoned run go first, and what a cut save left goes too") {
