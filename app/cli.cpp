@@ -100,8 +100,8 @@ CLI::App& add_train(CLI::App& app, TrainArguments& a) {
   CLI::App& c = *app.add_subcommand("train", "Train the job; under mpirun or srun, one process a rank");
   add_job(c, a.job);
   c.add_option("--resume", a.resume,
-               "auto: from <run.dir>/checkpoints/latest if there is one (default); never: from the start; or a checkpoint folder "
-               "to start from")
+               "auto: from <run.dir>/checkpoints/latest if there is one (default); never: from the start; or a step folder to "
+               "start from, or the newest of a run folder or of its checkpoints")
       ->type_name("auto|never|PATH");
   c.add_option("--stop-after", a.stop_after, "End after a checkpoint when this run has done N steps")
       ->type_name("N")
@@ -246,7 +246,10 @@ Command parse(int argc, const char* const* argv) {
     app.exit(asked, text, text);
     return Answer{text.str()};
   } catch (const CLI::ParseError& wrong) {
-    refuse(command + ": " + wrong.what(), "moetrain " + command + " --help");
+    const auto left = app.remaining(/*recurse=*/true);  // what is unknown first: it may be why something else is missing
+    const auto unknown = std::find_if(left.begin(), left.end(), [](const std::string& word) { return word.starts_with('-'); });
+    refuse(command + ": " + (unknown == left.end() ? wrong.what() : "unknown option " + *unknown),
+           "moetrain " + command + " --help");
   }
   if (train_app.parsed()) return train;
   if (check_app.parsed()) return check;

@@ -160,7 +160,8 @@ class Run {
         from = latest;
       } else {
         if (!latest.empty()) check_same_run(config_, latest);  // what another job left in run.dir is not overwritten
-        if (options_.resume != "never") from = options_.resume;
+        if (options_.resume != "never" && (from = checkpoint_at(options_.resume)).empty())
+          throw Error(options_.resume + ": neither the folder of a checkpoint nor a run folder that has one");
       }
     });
     std::int64_t length = std::int64_t(from.size());

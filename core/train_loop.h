@@ -10,7 +10,7 @@
 namespace moetrain::core {
 
 struct TrainOptions {
-  std::string resume = "auto";  // auto: from <run.dir>/checkpoints/latest if it is there; never; or the path of a checkpoint
+  std::string resume = "auto";  // auto: from <run.dir>/checkpoints/latest if it is there; never; or what checkpoint_at takes
   std::int64_t stop_after = 0;  // steps of this run, then a checkpoint and the end; 0: all
   std::function<bool()> stop_requested;  // asked once a step: a signal reached this rank
   // Told the step the run stands at, at its start and after each one: who catches a failure can say how far it came.

@@ -92,6 +92,11 @@ class CommandLine(InAFolder):
             self.assertEqual(len(result.stderr.splitlines()), 1, (words, result.stderr))
             self.assertEqual(result.stdout, "", words)
         self.assertIn("unknown command trian", call("trian").stderr)
+        for words, option in [(["--bogus"], "--bogus"), (["--bogus", job], "--bogus"), ([job, "--lr", "1"], "--lr"), (["plan", "--bytes=3"], "--bytes=3"),
+                              (["export", "-x"], "-x"), (["inspect", job, "--json"], "--json")]:
+            result = call(*words)
+            command = words[0] if words[0] in ("plan", "export", "inspect") else "train"
+            self.assertEqual((result.returncode, result.stderr), (2, f"moetrain: {command}: unknown option {option} (see moetrain {command} --help)\n"))
 
     def test_a_number_that_is_not_allowed_is_named_with_its_flag_and_what_is_allowed(self):
         job, ranks, size = self.job(), "expected integer in [1, 1048576]", "expected a size of at least 1 byte, as 141GB, 80GiB or 4096"
@@ -380,6 +385,19 @@ class Runs(InAFolder):
         self.assertEqual(len((self.run_dir / "metrics.csv").read_text().splitlines()), 3)
         self.assertEqual(call("train", job).returncode, 0)
         self.assertEqual(len((self.run_dir / "metrics.csv").read_text().splitlines()), 5)
+
+    def test_resume_takes_a_step_folder_or_the_newest_of_a_run_folder(self):
+        job = self.job(steps=4)
+        self.assertEqual(call(job, "--stop-after", 2, "--set", "checkpoint.every=1").returncode, 0)
+        checkpoints = self.run_dir / "checkpoints"
+        for path, step in [(checkpoints / "step_00000001", 1), (self.run_dir, 2), (checkpoints, 2)]:
+            result = call(job, "--resume", path, "--stop-after", 1, "--set", f"run.dir={self.root}/from {path.name}", "--set", "optimizer.lr=0.1")
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertIn(f"at step {step}\n", result.stdout)
+        for path in (self.root, job):
+            result = call(job, "--resume", path)
+            self.assertEqual(result.returncode, 3, result.stdout)
+            self.assertTrue(result.stderr.endswith(f"{path}: neither the folder of a checkpoint nor a run folder that has one\n"), result.stderr)
 
     def test_a_signal_at_the_very_start_saves_and_stops_with_5(self):
         job = self.job(steps=1000000)
