@@ -203,7 +203,12 @@ void check_run(Findings& f, const Config& c) {
               {"lora.alpha", "lora.rank"},
               "alpha " + number_text(c.lora->alpha) + " with rank " + text(c.lora->rank) + " makes a scale of " +
                   number_text(c.lora->scale()) + ", which fp32 does not hold");
-  if (!c.model.init_from.empty()) check_paths(f, {c.model.init_from}, "model.init_from");
+  if (const std::string& from = c.model.init_from; !from.empty()) {
+    check_paths(f, {from}, "model.init_from");
+    std::error_code unreadable;
+    f.require(!std::filesystem::is_regular_file(from, unreadable), {"model.init_from"},
+              "'" + from + "' is a file; expected a folder: of Hugging Face, of a checkpoint, or of a run");
+  }
   check_paths(f, c.data.train, "data.train");
   check_paths(f, c.data.eval, "data.eval");
   f.require(c.training.eval_every == 0 || !c.data.eval.empty(), {"training.eval_every", "data.eval"},

@@ -150,7 +150,8 @@ void visit(V& v, ModelConfig& c) {
   const char *kda = "required with a KDA layer", *full = "required with a full-attention layer", *moe = "required with num_experts";
 
   v.preset("preset", c.preset, "a name of configs/models, or a YAML file (relative to the job) that holds keys of this section");
-  v.key("init_from", c.init_from, "a Hugging Face folder or a checkpoint of this model, whose weights a new run starts from");
+  v.key("init_from", c.init_from,
+        "folder of Hugging Face, of a checkpoint or of a run of this model, whose weights a new run starts from");
   v.key("initializer_range", c.initializer_range, "standard deviation of fresh matrices", at_least(0));
   v.key("vocab_size", c.vocab_size, "token ids", size_from(2).need());
   v.key("hidden_size", c.hidden_size, "width of the residual stream", size_from(1).need());

@@ -55,6 +55,9 @@ struct Found {
 };
 
 Found find_in_folder(const Trainer& t, const std::string& path) {
+  if (!fs::exists(path + "/config.json"))
+    throw Error("model.init_from: " + path +
+                ": neither a Hugging Face folder, which has a config.json, nor one of a checkpoint or run");
   const HfModel source = read_hf_model(path);
   check_same_model(t.config(), source.model, path);
   const ParamTable own = parameters_of(source.model);

@@ -118,6 +118,9 @@ class BadInput(Folders):
         self.refused(["export", taken, "--to", "hf", "--base", "x", "--out", out], 2, "--experts and --base are of --to peft")
         job = self.job()
         self.assertIn("model.init_from: 'none' does not exist", self.tool("check", job, "--set", "model.init_from=none", code=2).stderr)
+        for command in ("check", "train"):
+            self.assertIn(f": model.init_from: '{job}' is a file; expected a folder: of Hugging Face, of a checkpoint, or of a run\n1 fault\n",
+                          self.tool(command, job, "--set", f"model.init_from={job}", code=2).stderr)
 
     def test_contents_that_are_wrong_end_with_3_by_file_tensor_and_numbers(self):
         out = self.root / "out"
@@ -149,6 +152,9 @@ class BadInput(Folders):
     def test_a_run_does_not_start_from_another_model(self):
         job = self.job()
         refused = self.call(job, "--set", f"model.init_from={GOLDEN}", code=2)
+        empty = self.root / "empty"
+        empty.mkdir()
+        self.assertIn(f"model.init_from: {empty}: neither a Hugging Face folder", self.call(job, "--set", f"model.init_from={empty}", code=3).stderr)
         self.assertRegex(refused.stderr, r"init_from: .*kimi_linear_hf is another model: model\.\w+ is '?\w+'? there and '?\w+'? here")
 
     def test_a_process_killed_in_the_middle_leaves_nothing_that_loads_and_the_next_one_clears_up(self):
