@@ -5,9 +5,10 @@ import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 import unittest
 import xml.etree.ElementTree as xml
+
+from in_a_folder import InAFolder
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HEADER = "step,tokens,loss,balance_loss,indexer_loss,grad_norm,lr,label_tokens,step_ms,expert_load_max,eval_loss"
@@ -22,18 +23,7 @@ def script(name, *arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-class InAFolder(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = pathlib.Path(folder.name)
-
-    def write(self, name, text):
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return path
-
+class OfRuns(InAFolder):
     def run_of(self, name, rows=None, header=HEADER, experts=None):
         self.write(f"{name}/metrics.csv", "\n".join([header] + [",".join(r) for r in (rows or ROWS)]) + "\n")
         if experts is not None:
@@ -46,7 +36,7 @@ class InAFolder(unittest.TestCase):
         return rows
 
 
-class CompareRuns(InAFolder):
+class CompareRuns(OfRuns):
     def compared(self, rows, *options, **more):
         return script("compare_runs.py", self.run_of("a"), self.run_of("b", rows, **more), *options)
 
@@ -94,7 +84,7 @@ class CompareRuns(InAFolder):
         self.assertEqual(script("compare_runs.py", self.root / "absent", self.root / "a").returncode, 2)
 
 
-class TextEntropy(InAFolder):
+class TextEntropy(OfRuns):
     def test_a_text_worked_by_hand(self):
         # "abab" and its end: a is followed by b twice, b by a and by the end once each: (2 * 0 + 2 * log 2) / 4.
         self.write("text/one.txt", b"abab")
@@ -135,7 +125,7 @@ class TextEntropy(InAFolder):
         self.assertRegex(result.stdout, r"held-out loss at step 2 +5\.5000")
 
 
-class PlotRun(InAFolder):
+class PlotRun(OfRuns):
     def drawn(self, rows):
         run = self.run_of("run", rows)
         result = script("plot_run.py", run)

@@ -10,8 +10,9 @@ import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 import unittest
+
+from in_a_folder import InAFolder
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MARKS = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"]
@@ -75,18 +76,7 @@ def tokenize(root, *words, config):
                           env={**os.environ, "PYTHONPATH": str(root / "modules")})
 
 
-class InAFolder(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = pathlib.Path(folder.name)
-
-    def write(self, name, content):
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return path
-
+class OfTexts(InAFolder):
     def script(self, python, name, *words, path=""):
         return subprocess.run([python, "-B", str(ROOT / "scripts" / name), *map(str, words)], capture_output=True, text=True, check=False,
                               env={**os.environ, "PYTHONPATH": str(path)})
@@ -96,7 +86,7 @@ class InAFolder(unittest.TestCase):
 
 
 @unittest.skipUnless(PYTHON, "no Python with h5py and jinja2")
-class Tokenize(InAFolder):
+class Tokenize(OfTexts):
     def tokenize(self, *words, template=TEMPLATE, config=None):
         return tokenize(self.root, *words, config=config or {"eos_token": {"content": "<|end|>"}, "chat_template": template})
 
@@ -242,7 +232,7 @@ class Tokenize(InAFolder):
 
 
 @unittest.skipUnless(PYTHON_BPE, "no Python with tokenizers, h5py and jinja2")
-class TrainBpe(InAFolder):
+class TrainBpe(OfTexts):
     TEXT = " ".join(f"{a}{b}" for a in ("read", "writ", "load", "stor", "gather") for b in ("ing", "er", "able", "s")) + "\n\tÄ 漢 12345\r\n"
 
     def trained(self, *words):
@@ -285,7 +275,7 @@ class TrainBpe(InAFolder):
         self.assertEqual(*found)
 
 
-class WithoutPackages(InAFolder):
+class WithoutPackages(OfTexts):
     def test_a_missing_package_is_named(self):
         blocked = self.write("modules/tokenizers.py", "raise ModuleNotFoundError('none', name='tokenizers')\n").parent
         result = self.script(sys.executable, "train_bpe.py", "--out", self.root / "bpe", self.write("t.txt", "text"), path=blocked)
