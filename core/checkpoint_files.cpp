@@ -158,4 +158,13 @@ void verify_shards(parallel::Communicator& control, const std::string& checkpoin
   });
 }
 
+void verify_for_export(parallel::Communicator& control, const std::string& checkpoint, const std::string& out) {
+  std::vector<FileSum> shards;
+  together(control, [&] {
+    if (fs::exists(out)) throw Error(out + ": exists already", ExitCode::bad_job);
+    shards = verified_view(checkpoint);
+  });
+  verify_shards(control, checkpoint, shards);
+}
+
 }  // namespace moetrain::core

@@ -48,5 +48,7 @@ std::vector<FileSum> verified_view(const std::string& checkpoint);
 void verify(const std::string& checkpoint, const FileSum& f);
 // Collective: each rank its share of the files, since a checkpoint of many terabytes is read once.
 void verify_shards(parallel::Communicator& control, const std::string& checkpoint, const std::vector<FileSum>& shards);
+// Collective: the whole checkpoint is verified, and nothing stands yet where it is to be exported to.
+void verify_for_export(parallel::Communicator& control, const std::string& checkpoint, const std::string& out);
 
 }  // namespace moetrain::core

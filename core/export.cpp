@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <filesystem>
 #include <memory>
 #include <optional>
 
@@ -20,7 +19,6 @@
 #include "io/safetensors.h"
 
 namespace moetrain::core {
-namespace fs = std::filesystem;
 namespace {
 
 // What is in the checkpoint, and the files it is to become.
@@ -123,12 +121,7 @@ void write_index_and_config(const Source& s, const std::vector<File>& files, con
 
 void export_folder(parallel::Communicator& control, const std::string& checkpoint, const std::string& out,
                    std::int64_t file_bytes) {
-  std::vector<FileSum> shards;
-  together(control, [&] {
-    if (fs::exists(out)) throw Error(out + ": exists already", ExitCode::bad_job);
-    shards = verified_view(checkpoint);
-  });
-  verify_shards(control, checkpoint, shards);
+  verify_for_export(control, checkpoint, out);
   std::optional<Source> source;
   std::vector<File> files;
   together(control, [&] {

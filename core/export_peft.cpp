@@ -299,12 +299,7 @@ void write_tensors(const std::vector<PeftTensor>& tensors, const std::string& pa
 
 void export_adapters(parallel::Communicator& control, const std::string& checkpoint, const std::string& out,
                      const PeftOptions& options) {
-  std::vector<FileSum> shards;
-  together(control, [&] {
-    if (fs::exists(out)) throw Error(out + ": exists already", ExitCode::bad_job);
-    shards = verified_view(checkpoint);
-  });
-  verify_shards(control, checkpoint, shards);
+  verify_for_export(control, checkpoint, out);
   std::optional<Source> source;
   std::optional<PeftFiles> files;
   bool passed_over = false;
