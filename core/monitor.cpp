@@ -40,9 +40,10 @@ std::vector<Column> columns_of(const Config& c, const StepResult& r, const StepM
   const auto load = moe_layers > 0 ? expert_load(r.expert_tokens, moe_layers, c.model.num_experts) : std::nullopt;
   auto of_load = [&](double ExpertLoad::*field) { return load ? std::optional<double>((*load).*field) : std::nullopt; };
   const std::optional<double> none;
+  const auto loss = r.skipped == Skipped::no_labels ? none : std::optional(r.loss);
   return {{"step", double(r.step)},
           {"tokens", double(m.tokens_seen)},
-          {"loss", r.loss},
+          {"loss", loss},
           {"balance_loss", r.balance_loss},
           {"indexer_loss", r.indexer_loss},
           {"grad_norm", r.grad_norm},
@@ -83,9 +84,10 @@ std::string step_line(const Config& c, const StepResult& r, const StepMeasures& 
   const auto moe_layers = c.model.num_experts > 0 ? std::int64_t(r.expert_tokens.size()) / c.model.num_experts : 0;
   const auto load = expert_load(r.expert_tokens, moe_layers, c.model.num_experts);
   const int width = int(std::to_string(c.training.steps).size());
-  char line[256], part[64];
-  std::snprintf(line, sizeof line, "step %*lld/%lld  loss %8.4f  norm %9.3g  lr %.2e  %8.0f tok/s", width,
-                static_cast<long long>(r.step), static_cast<long long>(c.training.steps), r.loss, r.grad_norm, r.lr,
+  char line[256], part[64], loss[32] = "no label";
+  if (r.skipped != Skipped::no_labels) std::snprintf(loss, sizeof loss, "%8.4f", r.loss);
+  std::snprintf(line, sizeof line, "step %*lld/%lld  loss %s  norm %9.3g  lr %.2e  %8.0f tok/s", width,
+                static_cast<long long>(r.step), static_cast<long long>(c.training.steps), loss, r.grad_norm, r.lr,
                 m.seconds > 0 ? double(r.tokens) / m.seconds : 0);
   std::string text = line;
   if (load) {

@@ -221,8 +221,10 @@ class Run {
 
     nonfinite_in_a_row_ = result.skipped == Skipped::nonfinite ? nonfinite_in_a_row_ + 1 : 0;
     const bool last = result.step == config_.training.steps;
-    if (!held_out_.empty() && (last || (config_.training.eval_every > 0 && result.step % config_.training.eval_every == 0)))
+    if (!held_out_.empty() && (last || (config_.training.eval_every > 0 && result.step % config_.training.eval_every == 0))) {
       m.eval_loss = trainer_.evaluate(held_out_);
+      if (!m.eval_loss && main_rank()) spdlog::warn("step {}: no label in what is read of data.eval", result.step);
+    }
     measure(result, m);
     together(control_, [&] { report(result, m); });
     if (profiled && run_steps_ == config_.monitor.profile_steps) report_times();

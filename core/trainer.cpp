@@ -110,7 +110,7 @@ std::vector<io::Batch> Trainer::evaluation_batches(const io::BatchSource& source
   return mine;
 }
 
-double Trainer::evaluate(std::span<const io::Batch> batches, Tensor logits) {
+std::optional<double> Trainer::evaluate(std::span<const io::Batch> batches, Tensor logits) {
   zero_sums();
   std::int64_t labels = 0;
   for (const io::Batch& host : batches) {
@@ -123,7 +123,7 @@ double Trainer::evaluate(std::span<const io::Batch> batches, Tensor logits) {
   mesh_.world().control->all_reduce(Tensor(&labels, DType::i64, {1}), parallel::Reduction::sum);
   StepResult result;
   reduce_losses({.labels = labels}, result);
-  return result.loss;
+  return labels > 0 ? std::optional(result.loss) : std::nullopt;
 }
 
 }  // namespace moetrain::core

@@ -17,7 +17,7 @@ enum class Skipped : std::uint8_t { no, no_labels, nonfinite };
 // What one step did, the same on every rank.
 struct StepResult {
   std::int64_t step = 0;  // 1 = the first
-  double loss = 0;        // mean over the label tokens of the global batch, before the update
+  double loss = 0;        // mean over the label tokens of the global batch, before the update; 0 without labels
   std::optional<double> balance_loss,
       indexer_loss;      // empty where the job has none; indexer_loss: mean over rows, summed over layers
   double grad_norm = 0;  // global, before clipping
@@ -45,9 +45,9 @@ class Trainer {
   // The micro-batches of this rank of the first `batches` global batches of `source`, or of all its sequences where it has fewer:
   // the same text under every layout. As many on every rank, empty ones past the end.
   std::vector<io::Batch> evaluation_batches(const io::BatchSource& source, std::int64_t batches) const;
-  // Mean loss over the label tokens of all ranks' batches; feeds nothing. logits (T, V): of the last batch, when present.
-  // Collective.
-  double evaluate(std::span<const io::Batch> batches, Tensor logits = {});
+  // Mean loss over the label tokens of all ranks' batches, empty where there are none; feeds nothing. logits (T, V): of the last
+  // batch, when present. Collective.
+  std::optional<double> evaluate(std::span<const io::Batch> batches, Tensor logits = {});
 
   const Config& config() const { return config_; }
   const ParamTable& table() const { return table_; }

@@ -125,9 +125,9 @@ def data_list(job, key):
 def losses(metrics):
     with open(metrics, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    if not rows:
-        raise SystemExit(f"text_entropy: {metrics} has no rows")
-    last = [float(row["loss"]) for row in rows[-10:]]
+    last = [float(row["loss"]) for row in rows if row["loss"]][-10:]  # a step without labels has none
+    if not last:
+        raise SystemExit(f"text_entropy: {metrics} has no loss")
     held_out = [(row["step"], float(row["eval_loss"])) for row in rows if row.get("eval_loss")]
     return sum(last) / len(last), len(last), held_out[-1] if held_out else None
 

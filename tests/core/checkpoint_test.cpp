@@ -524,19 +524,25 @@ TEST_CASE("time by op is told once, after the steps that were asked for or those
   CHECK(tables(told(0, 0)) == 0);
 }
 
-TEST_CASE("a run whose data has no label at all ends well: loss 0, every update skipped, no weight changed") {
+TEST_CASE("a run whose data has no label at all ends well: no loss is told, every update skipped, no weight changed") {
   const TempFolder folder;
   auto data = some_tokens(2000);
   data.labels.assign(data.tokens.size(), -100);
   core::Config c = run_config(folder, "run", data);
   c.training.steps = 3;
   c.training.max_nonfinite = 1;  // not what such a step is
+  c.data.eval = c.data.train;
   CHECK(run(c) == ExitCode::done);
   const Csv csv(folder / "run/metrics.csv");
-  CHECK(csv.column("loss") == Names{"0", "0", "0"});
+  CHECK(csv.column("loss") == Names{"", "", ""});
+  CHECK(csv.column("eval_loss") == Names{"", "", ""});
   CHECK(csv.column("skipped") == Names{"1", "1", "1"});
   CHECK(csv.column("label_tokens") == Names{"0", "0", "0"});
-  CHECK(contains(contents(folder / "run/log.txt"), "no label in the whole batch; update skipped"));
+  const std::string log = contents(folder / "run/log.txt");
+  CHECK(contains(log, "step 3/3  loss no label  norm"));
+  CHECK(contains(log, "step 3: no label in the whole batch; update skipped"));
+  CHECK(contains(log, "step 3: no label in what is read of data.eval"));
+  CHECK_FALSE(contains(log, "  eval "));
   auto t = fresh(c), loaded = fresh(c);
   core::load_checkpoint(*loaded, core::latest_checkpoint(folder / "run/checkpoints"), true);
   CHECK(loaded->progress().updates == 0);

@@ -34,7 +34,7 @@ Curve run(const core::Config& c, Device device, int steps, NextBatches&& next) {
     curve.balance.push_back(r.balance_loss.value_or(0));
     curve.indexer.push_back(r.indexer_loss.value_or(0));
     curve.expert_tokens.insert(curve.expert_tokens.end(), r.expert_tokens.begin(), r.expert_tokens.end());
-    if (s + 1 == steps) curve.held_out = t.evaluate(batches);
+    if (s + 1 == steps) curve.held_out = *t.evaluate(batches);
   }
   return curve;
 }

@@ -84,7 +84,7 @@ void check_forward_and_gradients(const io::Hdf5File& file, core::Trainer* t, Bou
   const io::Batch host = batch_of(read_all(file, "tokens"), read_all(file, "labels"), read_all(file, "documents"), shape[0]);
   std::vector<double> room(std::size_t(shape.count() * t->config().model.vocab_size));
   const Tensor logits(room.data(), t->config().run.dtype, {shape.count(), t->config().model.vocab_size});
-  const double loss = t->evaluate({&host, 1}, logits);
+  const double loss = *t->evaluate({&host, 1}, logits);
   CHECK(difference(values_of(logits), read_all(file, "logits"), bounds.values) == "");
   CHECK(difference({loss}, read_all(file, file.has("lm_loss") ? "lm_loss" : "loss"), bounds.values) == "");
   const io::Batch one[1] = {host};

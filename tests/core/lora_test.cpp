@@ -49,7 +49,7 @@ Outcome evaluate(core::Trainer& t) {
   const io::Batch batch = synthetic_batch(t.config(), 3, 2);
   const std::int64_t T = batch.sequences.back(), V = t.config().model.vocab_size;
   Outcome o{0, std::vector<double>(std::size_t(T * V))};
-  o.loss = t.evaluate({&batch, 1}, Tensor(o.logits.data(), DType::f64, {T, V}));
+  o.loss = *t.evaluate({&batch, 1}, Tensor(o.logits.data(), DType::f64, {T, V}));
   return o;
 }
 

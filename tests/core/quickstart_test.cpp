@@ -71,7 +71,7 @@ Outcome run(const core::Config& c, bool mixing) {
     if (s > c.training.steps - 10) o.last_ten += r.loss / 10;
   }
   if (!mixing) silence();
-  o.held_out = t.evaluate(t.evaluation_batches(eval, 2));
+  o.held_out = *t.evaluate(t.evaluation_batches(eval, 2));
   return o;
 }
 

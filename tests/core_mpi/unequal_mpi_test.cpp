@@ -96,10 +96,10 @@ TEST_CASE("held-out loss is that of one rank under every layout, also where rank
   auto many = make(c, 2, 2, std::move(all));
   c.training.micro_batch_size = 8;
   auto whole = make(c, 1, 1, parallel::solo());
-  const double want = whole->evaluate(whole->evaluation_batches(source, 1));
+  const double want = *whole->evaluate(whole->evaluation_batches(source, 1));
   CHECK(std::isfinite(want));
-  CHECK(std::abs(one->evaluate(one->evaluation_batches(source, 4)) - want) <= 1e-12 * want);
-  CHECK(std::abs(many->evaluate(many->evaluation_batches(source, 1)) - want) <= 1e-12 * want);
+  CHECK(std::abs(*one->evaluate(one->evaluation_batches(source, 4)) - want) <= 1e-12 * want);
+  CHECK(std::abs(*many->evaluate(many->evaluation_batches(source, 1)) - want) <= 1e-12 * want);
 }
 
 TEST_CASE("replicated weights have the same bits on every rank after steps with unequal experts") {

@@ -119,7 +119,7 @@ class TextEntropy(OfRuns):
 
     def test_losses_stand_beside_the_entropy(self):
         text = self.write("one.txt", b"abab")
-        run = self.run_of("run")
+        run = self.run_of("run", [*ROWS, ["3", "192", "", "", "", "0", "0.001", "0", "9.5", "1.5", ""]])  # without labels
         result = script("text_entropy.py", text, "--metrics", run / "metrics.csv")
         self.assertIn(f"last  2 steps    {(5.5451774444795623 + 5.4) / 2:.4f} nats (not below", result.stdout)
         self.assertRegex(result.stdout, r"held-out loss at step 2 +5\.5000")
