@@ -176,11 +176,12 @@ CLI::App& add_import(CLI::App& app, ImportArguments& a) {
 CLI::App& add_export(CLI::App& app, ExportArguments& a) {
   CLI::App& c = *app.add_subcommand("export", "A checkpoint as a Hugging Face folder; under mpirun each rank writes some of the files");
   c.add_option("CHECKPOINT", a.checkpoint, "A step folder, or the newest of a run folder or of its checkpoints")->required()->type_name("");
-  c.add_option("--to", a.to, "hf: config.json and safetensors of the text model, adapters merged; peft: the adapters alone, as the peft library reads them")
+  c.add_option("--to", a.to, "hf: config.json and safetensors of the text model; peft: the adapters alone, as the peft library reads them")
       ->required()
       ->type_name("hf|peft")
       ->check(CLI::IsMember({"hf", "peft"}));
   c.add_option("--out", a.out, "The folder to be made; must not be there")->required()->check(not_empty)->type_name("FOLDER");
+  c.add_flag("--merge", a.merge, "hf: of a run with adapters, the weights with them merged in");
   c.add_option("--experts", a.experts,
                "How the model that takes the adapters holds experts; separate: w1, w2, w3 of each, as published code does (default); "
                "fused: gate_up_proj and down_proj of all, as transformers' KimiLinearForCausalLM does")
@@ -190,7 +191,7 @@ CLI::App& add_export(CLI::App& app, ExportArguments& a) {
   c.footer(
       "Every tensor keeps the type it is stored in; a tokenizer and generation_config.json are to be put beside by hand.\n"
       "Examples:\n  moetrain export runs/run --to hf --out exported\n  moetrain export runs/run/checkpoints/step_00000100 --to hf --out "
-      "exported\n  moetrain export runs/lora --to peft --experts fused --base Kimi-Linear-48B-A3B-Base --out adapters\n"
+      "exported\n  moetrain export runs/lora --to hf --merge --out merged\n  moetrain export runs/lora --to peft --experts fused --base Kimi-Linear-48B-A3B-Base --out adapters\n"
       "Exit codes: 0 done, 2 the command line is wrong, 3 the checkpoint is wrong or the disk refused; then nothing is left.");
   return c;
 }
@@ -257,6 +258,7 @@ Command parse(int argc, const char* const* argv) {
   if (import_app.parsed()) return import;
   if (export_app.parsed() && exports.to != "peft" && export_app.count("--experts") + export_app.count("--base") > 0)
     refuse("export: --experts and --base are of --to peft", "moetrain export --help");
+  if (export_app.parsed() && exports.merge && exports.to != "hf") refuse("export: --merge is of --to hf", "moetrain export --help");
   if (export_app.parsed()) return exports;
   if (bench_app.parsed()) return bench;
   if (verify_app.parsed()) return verify;

@@ -36,6 +36,7 @@ struct ImportArguments {
 };
 struct ExportArguments {
   std::string checkpoint, to, out;
+  bool merge = false;                      // of hf
   std::string experts = "separate", base;  // of peft
 };
 struct BenchArguments {

@@ -33,9 +33,13 @@ struct File {
   std::vector<HfTensor> tensors;
 };
 
-Source open_source(const std::string& checkpoint) {
+Source open_source(const std::string& checkpoint, bool merge) {
   const auto view = std::make_shared<io::Hdf5File>(io::Hdf5File::open(view_path(checkpoint)));
   const Config job = config_of(*view);
+  if (job.lora && !merge)
+    throw Error(checkpoint + ": has adapters; --merge writes the weights with them merged in, --to peft the adapters alone",
+                ExitCode::bad_job);
+  if (!job.lora && merge) throw Error(checkpoint + ": --merge, but it has no adapters", ExitCode::bad_job);
   const auto table = std::make_shared<const ParamTable>(parameters_of(job));
   Source s{job.model, parameters_of(job.model), {}, merged(weights_of(view, table), *table)};
   for (const Param& p : table->all()) s.dtypes.push_back(dtype_in(*view, p));
@@ -120,13 +124,13 @@ void write_index_and_config(const Source& s, const std::vector<File>& files, con
 }  // namespace
 
 void export_folder(parallel::Communicator& control, const std::string& checkpoint, const std::string& out,
-                   std::int64_t file_bytes) {
+                   const ExportOptions& options) {
   verify_for_export(control, checkpoint, out);
   std::optional<Source> source;
   std::vector<File> files;
   together(control, [&] {
-    source.emplace(open_source(checkpoint));
-    files = divide(*source, file_bytes);
+    source.emplace(open_source(checkpoint, options.merge));
+    files = divide(*source, options.file_bytes);
   });
   WholeFolder folder(control, out);
   together(control, [&] {

@@ -18,7 +18,7 @@ ExitCode export_to(const ExportArguments& a, parallel::Communicator& control) {
     if (checkpoint.empty()) throw Error(a.checkpoint + ": holds no checkpoint");
   });
   if (a.to == "hf")
-    core::export_folder(control, checkpoint, a.out);
+    core::export_folder(control, checkpoint, a.out, {.merge = a.merge});
   else
     core::export_adapters(control, checkpoint, a.out,
                           {a.experts == "fused" ? core::ExpertLayout::fused : core::ExpertLayout::separate, a.base});

@@ -85,6 +85,7 @@ class CommandLine(InAFolder):
                  ["check", job, "--ranks", "two"], ["plan", job, "--device-memory", "much"], [job, "--stop-after", "-1"], ["inspect", job, job],
                  ["import", self.root], ["export", self.root, "--out", "x"], ["export", self.root, "--to", "gguf", "--out", "x"],
                  ["export", self.root, "--to", "hf", "--experts", "fused", "--out", "x"], ["export", self.root, "--to", "peft", "--experts", "some", "--out", "x"],
+                 ["export", self.root, "--to", "peft", "--merge", "--out", "x"],
                  ["import", self.root / "none", "--out", "x"], ["export", self.root / "none", "--to", "hf", "--out", "x"], ["import", job, "--out", "x"]]
         for words in wrong:
             result = call(*words)

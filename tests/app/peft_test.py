@@ -142,7 +142,7 @@ class Adapters(Runs):
 
     def check(self, model, ids, loss):
         if not (self.root / "merged").exists():
-            self.call("export", self.run_dir, "--to", "hf", "--out", self.root / "merged")
+            self.call("export", self.run_dir, "--to", "hf", "--merge", "--out", self.root / "merged")
         want, _ = self.results(self.base(self.root / "merged"), ids)
         before, _ = self.results(self.base(), ids)
         got, got_loss = self.results(model, ids)

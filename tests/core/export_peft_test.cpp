@@ -184,7 +184,7 @@ TEST_CASE("factors keep the type they are stored in, and a base with pictures pu
     core::Config c = with_adapters(tiny_config(), {"attention", "expert_proj"});
     c.run.dtype = dtype;
     const Saved s = saved(c, folder);
-    core::export_folder(*parallel::solo(), s.checkpoint, folder / "base");
+    core::export_folder(*parallel::solo(), s.checkpoint, folder / "base", {.merge = true});
     const std::string config = io::read_text(folder / "base" + "/config.json");
     io::write_text_atomically(folder / "base" + "/config.json", "{\"vision_config\": {}," + config.substr(1));
     const Exported e(s, folder / "out", {.experts = core::ExpertLayout::separate, .base = folder / "base"});

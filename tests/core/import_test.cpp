@@ -68,7 +68,7 @@ void check_round_trip(const core::Config& c) {
   auto t = filled(c);
   const std::string from = saved(*t, folder, "run");
   auto alone = parallel::solo();
-  core::export_folder(*alone, from, folder / "hf", 15000);
+  core::export_folder(*alone, from, folder / "hf", {.file_bytes = 15000});
   const core::Config back = core::import_folder(*alone, folder / "hf", folder / "back");
   CHECK(back.run.dtype == c.run.dtype);
   const auto before = io::Hdf5File::open(from + "/checkpoint.h5"), after = io::Hdf5File::open(folder / "back/checkpoint.h5");
@@ -81,7 +81,7 @@ void check_round_trip(const core::Config& c) {
   }
   CHECK(after.names().size() == std::size_t(t->table().size()) + 3);  // job, layout, shards
 
-  core::export_folder(*alone, folder / "back", folder / "again", 15000);
+  core::export_folder(*alone, folder / "back", folder / "again", {.file_bytes = 15000});
   const auto names = files_of(folder / "hf");
   CHECK(names.size() > 4);
   CHECK(files_of(folder / "again") == names);
@@ -124,7 +124,7 @@ TEST_CASE("a run of any type starts from a folder or a checkpoint with the same 
   const TempFolder folder;
   auto source = filled(of_type(tiny_config(), DType::f32));
   const std::string checkpoint = saved(*source, folder, "run");
-  core::export_folder(*parallel::solo(), checkpoint, folder / "hf", 40000);
+  core::export_folder(*parallel::solo(), checkpoint, folder / "hf", {.file_bytes = 40000});
   core::import_folder(*parallel::solo(), folder / "hf", folder / "imported");
   for (const DType dtype : {DType::bf16, DType::f32, DType::f64})
     for (const std::string& from : {checkpoint, folder / "run", folder / "hf", folder / "imported"}) {
@@ -188,7 +188,8 @@ TEST_CASE("what is there already stays, and an import or export that fails leave
   auto alone = parallel::solo();
   auto source = filled(of_type(tiny_config(), DType::f32));
   const std::string checkpoint = saved(*source, folder, "run");
-  core::export_folder(*alone, checkpoint, folder / "hf", 40000);
+  core::export_folder(*alone, checkpoint, folder / "hf", {.file_bytes = 40000});
+  CHECK(contains(error_of([&] { core::export_folder(*alone, checkpoint, folder / "merged", {.merge = true}); }), "it has no adapters"));
   CHECK(error_of([&] { core::export_folder(*alone, checkpoint, folder / "hf"); }) == "2: " + folder / "hf" + ": exists already");
   CHECK(contains(error_of([&] { core::import_folder(*alone, folder / "hf", folder / "run"); }), "2: "));
   CHECK(contains(error_of([&] { core::import_folder(*alone, folder / "absent", folder / "out"); }),

@@ -322,7 +322,8 @@ TEST_CASE("adapters start from a plain checkpoint, go on from their own, and are
     if (factor >= 0) CHECK((values_of(weight(t, factor)) == values_of(weight(*adapted, factor))) == goes_on);
   }
   auto alone = parallel::solo();
-  core::export_folder(*alone, core::latest_checkpoint(folder / "lora"), folder / "hf", 1 << 20);
+  CHECK(contains(error_of([&] { core::export_folder(*alone, core::latest_checkpoint(folder / "lora"), folder / "hf"); }), "--merge"));
+  core::export_folder(*alone, core::latest_checkpoint(folder / "lora"), folder / "hf", {.merge = true, .file_bytes = 1 << 20});
   core::Trainer exported(base, parallel::solo(), Device::cpu, true);
   core::initialize_from(exported, folder / "hf");
   CHECK(difference(evaluate(exported).logits, want.logits, 1e-9, 1e-11) == "");

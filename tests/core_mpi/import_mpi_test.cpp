@@ -37,11 +37,11 @@ TEST_CASE("four ranks export, import and start from either with the weights they
   source.initialize();
   core::save_checkpoint(source, folder / "run", 0);
   const std::string checkpoint = folder / "run/step_00000000";
-  core::export_folder(world, checkpoint, folder / "hf", 20000);
+  core::export_folder(world, checkpoint, folder / "hf", {.file_bytes = 20000});
   core::import_folder(world, folder / "hf", folder / "imported");
   if (world.rank() == 0) {
-    core::export_folder(*parallel::solo(), checkpoint, folder / "alone", 20000);
-    core::export_folder(*parallel::solo(), folder / "imported", folder / "back", 20000);
+    core::export_folder(*parallel::solo(), checkpoint, folder / "alone", {.file_bytes = 20000});
+    core::export_folder(*parallel::solo(), folder / "imported", folder / "back", {.file_bytes = 20000});
     int files = 0;
     for (const auto& e : fs::directory_iterator(folder / "hf")) {
       ++files;
@@ -75,9 +75,9 @@ TEST_CASE("an export or import that fails on one rank fails on all and leaves no
   source.initialize();
   core::save_checkpoint(source, folder / "run", 0);
   const std::string checkpoint = folder / "run/step_00000000";
-  core::export_folder(world, checkpoint, folder / "hf", 20000);
+  core::export_folder(world, checkpoint, folder / "hf", {.file_bytes = 20000});
   const ShortFiles full(world.rank() == 2 ? 5000 : RLIM_INFINITY);
-  for (const auto& body : {std::function<void()>([&] { core::export_folder(world, checkpoint, folder / "out", 20000); }),
+  for (const auto& body : {std::function<void()>([&] { core::export_folder(world, checkpoint, folder / "out", {.file_bytes = 20000}); }),
                            std::function<void()>([&] { core::import_folder(world, folder / "hf", folder / "out"); })}) {
     int rank = -1;
     try {
