@@ -141,6 +141,31 @@ void read_bytes(const std::string& path, std::int64_t begin, std::int64_t count,
                 " expected: the file became shorter while it was in use");
 }
 
+RawFile::RawFile(const std::string& path) : path_(path), file_(open_file(path, O_WRONLY, "open")) {}
+
+void RawFile::write(std::int64_t place, const void* data, std::int64_t bytes) {
+  const auto* from = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t n = ::pwrite(file_.get(), from, std::size_t(bytes), off_t(place));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) refuse(path_, "write", errno);
+    from += n;
+    place += n;
+    bytes -= n;
+  }
+}
+
+void RawFile::finish() {
+  if (::fsync(file_.get()) != 0) refuse(path_, "sync", errno);
+  if (::close(file_.release()) != 0) refuse(path_, "close", errno);
+}
+
+bool link_file(const std::string& from, const std::string& to, std::int64_t bytes) {
+  struct stat found {};
+  if (::stat(from.c_str(), &found) != 0 || found.st_size != bytes) return false;
+  return ::link(from.c_str(), to.c_str()) == 0;
+}
+
 AppendFile::AppendFile(const std::string& path) : path_(path), file_(open_file(path, O_WRONLY | O_CREAT | O_APPEND, "open")) {}
 
 void AppendFile::append(std::string_view text) { write_all(file_.get(), text, path_); }

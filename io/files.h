@@ -36,6 +36,21 @@ Checksum checksum_of_file(const std::string& path);
 // A file opened and closed for one read, because a folder may hold more files than a process may keep open.
 void read_bytes(const std::string& path, std::int64_t begin, std::int64_t count, std::uint8_t* out);
 
+// Bytes written at their places in a file that is there; on the disk when finish returns.
+class RawFile {
+ public:
+  explicit RawFile(const std::string& path);
+  void write(std::int64_t place, const void* data, std::int64_t bytes);
+  void finish();
+
+ private:
+  std::string path_;
+  Descriptor file_;
+};
+
+// `to` becomes another name of the file `from`, if it has so many bytes and the disk has such names; false: it has not.
+bool link_file(const std::string& from, const std::string& to, std::int64_t bytes);
+
 // Appends whole pieces; each has reached the operating system when append returns, so it survives the end of the process.
 class AppendFile {
  public:

@@ -15,13 +15,6 @@ namespace moetrain::io {
 
 namespace {
 
-// The library prints its error stack otherwise, and the reason is in our Error; and its cleanup at exit walks over what a failed
-// close left behind, while our files have owners that close them.
-void tame_library() {
-  static const bool tame = H5dont_atexit() >= 0 && H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr) >= 0;
-  if (!tame) fail("hdf5: automatic error printing or cleanup cannot be turned off");
-}
-
 // The library opens the sources of a virtual data set by itself, with its own driver, weak closing and its own way of locking, and
 // one process cannot hold a file in two ways (the source would read as fill). So a file that is only read is opened as the library
 // would; it keeps some sources open, or each would be opened anew at every read.
@@ -65,6 +58,7 @@ std::string text_by(hid_t type, const std::string& path, const std::string& name
 }  // namespace
 
 void close_hdf5_file(std::int64_t file) noexcept {
+  const InHdf5 turn;
   if (H5Fclose(file) < 0) spdlog::warn("HDF5: a file was not closed well: {}", reason());
 }
 
@@ -72,13 +66,13 @@ Hdf5File::Hdf5File(std::string path, File file, bool writes)
     : path_(std::move(path)), file_(std::move(file)), disk_(writes ? disk_failure_of(file_.get()) : std::make_shared<int>(0)) {}
 
 Hdf5File Hdf5File::create(const std::string& path) {
-  tame_library();
+  const InHdf5 turn;
   return {path, File(h5_ok(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, file_access(true).get()), path, "create the file")),
           true};
 }
 
 Hdf5File Hdf5File::open(const std::string& path, Access access) {
-  tame_library();
+  const InHdf5 turn;
   struct stat found {};
   if (::stat(path.c_str(), &found) != 0) throw Error(path + ": cannot open: " + std::strerror(errno));
   if (!S_ISREG(found.st_mode)) throw Error(path + ": cannot open: not a file");
@@ -95,17 +89,20 @@ void Hdf5File::check_disk() const {
 }
 
 void Hdf5File::flush() {
+  const InHdf5 turn;
   h5_ok(H5Fflush(file_.get(), H5F_SCOPE_GLOBAL), path_, "write to disk");
   check_disk();
 }
 
 void Hdf5File::close() {
+  const InHdf5 turn;
   flush();
   h5_ok(H5Fclose(file_.release()), path_, "close");
   check_disk();
 }
 
 bool Hdf5File::has(const std::string& name) const {
+  const InHdf5 turn;
   // The library asks for every group on the way by itself.
   for (std::size_t slash = name.find('/', 1);; slash = name.find('/', slash + 1)) {
     const std::string part = name.substr(0, slash);
@@ -115,6 +112,7 @@ bool Hdf5File::has(const std::string& name) const {
 }
 
 std::vector<std::string> Hdf5File::links(const std::string& group, int kind) const {
+  const InHdf5 turn;
   const Id opened = own(H5Gopen2(file_.get(), group.c_str(), H5P_DEFAULT), path_, "open group " + group);
   std::vector<std::string> all, found;
   hsize_t position = 0;
@@ -139,6 +137,7 @@ std::vector<std::string> Hdf5File::names(const std::string& group) const { retur
 std::vector<std::string> Hdf5File::groups(const std::string& group) const { return links(group, H5O_TYPE_GROUP); }
 
 DatasetInfo Hdf5File::info(const std::string& name) const {
+  const InHdf5 turn;
   const Id dataset = own(H5Dopen2(file_.get(), name.c_str(), H5P_DEFAULT), path_, "open " + name);
   const Id type = own(H5Dget_type(dataset.get()), path_, "ask for the type of " + name);
   const Id space = own(H5Dget_space(dataset.get()), path_, "ask for the shape of " + name);
@@ -147,29 +146,49 @@ DatasetInfo Hdf5File::info(const std::string& name) const {
 }
 
 void Hdf5File::create_dataset(const std::string& name, DType dtype, Shape shape) {
+  const InHdf5 turn;
   own(H5Dcreate2(file_.get(), name.c_str(), type_for(dtype).get(), space_for(extent_of(shape)).get(), link_creation().get(),
                  H5P_DEFAULT, H5P_DEFAULT),
       path_, "create " + name);
 }
 
+std::int64_t Hdf5File::reserve(const std::string& name, DType dtype, Shape shape) {
+  const InHdf5 turn;
+  check(shape.count() > 0, "hdf5: a data set without values has no place");
+  const Id layout(H5Pcreate(H5P_DATASET_CREATE));
+  if (H5Pset_layout(layout.get(), H5D_CONTIGUOUS) < 0 || H5Pset_alloc_time(layout.get(), H5D_ALLOC_TIME_EARLY) < 0 ||
+      H5Pset_fill_time(layout.get(), H5D_FILL_TIME_NEVER) < 0 || H5Pset_obj_track_times(layout.get(), false) < 0)
+    throw Error("HDF5: cannot set how a place is made: " + reason());
+  const Id made = own(H5Dcreate2(file_.get(), name.c_str(), type_for(dtype).get(), space_for(extent_of(shape)).get(),
+                                 link_creation().get(), layout.get(), H5P_DEFAULT),
+                      path_, "create " + name);
+  const haddr_t place = H5Dget_offset(made.get());
+  if (place == HADDR_UNDEF) throw Error(path_ + ": cannot find the place of " + name + ": HDF5: " + reason());
+  return std::int64_t(place);
+}
+
 void Hdf5File::write(const std::string& name, ConstTensor all) {
+  const InHdf5 turn;
   if (!has(name)) create_dataset(name, all.dtype, all.shape);
   transfer(name, 0, all.shape, true, all.dtype, nullptr, all.data);
 }
 
 void Hdf5File::write_rows(const std::string& name, std::int64_t row_begin, ConstTensor rows) {
+  const InHdf5 turn;
   transfer(name, row_begin, rows.shape, false, rows.dtype, nullptr, rows.data);
 }
 
 void Hdf5File::read(const std::string& name, Tensor all) const { transfer(name, 0, all.shape, true, all.dtype, all.data, nullptr); }
 
 void Hdf5File::read_rows(const std::string& name, std::int64_t row_begin, Tensor rows) const {
+  const InHdf5 turn;
   transfer(name, row_begin, rows.shape, false, rows.dtype, rows.data, nullptr);
 }
 
 // Rows in either direction: into `to` if it is there, else out of `from`.
 void Hdf5File::transfer(const std::string& name, std::int64_t row_begin, const Shape& rows, bool whole, DType dtype, void* to,
                         const void* from) const {
+  const InHdf5 turn;
   const Id dataset = own(H5Dopen2(file_.get(), name.c_str(), H5P_DEFAULT), path_, "open " + name);
   const Id stored = own(H5Dget_type(dataset.get()), path_, "ask for the type of " + name);
   const Id type = type_for(dtype);
@@ -197,6 +216,7 @@ void Hdf5File::transfer(const std::string& name, std::int64_t row_begin, const S
 }
 
 std::vector<std::int64_t> Hdf5File::read_integers(const std::string& name, std::int64_t begin, std::int64_t count) const {
+  const InHdf5 turn;
   const Id dataset = own(H5Dopen2(file_.get(), name.c_str(), H5P_DEFAULT), path_, "open " + name);
   const Id stored = own(H5Dget_type(dataset.get()), path_, "ask for the type of " + name);
   const Id space = own(H5Dget_space(dataset.get()), path_, "ask for the shape of " + name);
@@ -217,6 +237,7 @@ std::vector<std::int64_t> Hdf5File::read_integers(const std::string& name, std::
 }
 
 void Hdf5File::write_unsigned(const std::string& name, int bits, const std::vector<std::int64_t>& values) {
+  const InHdf5 turn;
   check(bits == 16 || bits == 32, "hdf5: unsigned integers have 16 or 32 bits here", {{"bits", bits}});
   const std::int64_t limit = (std::int64_t{1} << bits) - 1;
   for (std::size_t i = 0; i < values.size(); ++i)
@@ -231,6 +252,7 @@ void Hdf5File::write_unsigned(const std::string& name, int bits, const std::vect
 }
 
 void Hdf5File::create_appendable(const std::string& name, DType dtype, Shape row_shape, std::int64_t chunk_rows) {
+  const InHdf5 turn;
   check(row_shape.rank() < Shape::kMaxRank && row_shape.count() > 0 && chunk_rows > 0, "hdf5: an appendable data set needs rows",
         {{"row", row_shape.count()}, {"chunk_rows", chunk_rows}});
   Extent start{row_shape.rank() + 1, {}};
@@ -246,6 +268,7 @@ void Hdf5File::create_appendable(const std::string& name, DType dtype, Shape row
 }
 
 void Hdf5File::set_rows(const std::string& name, std::int64_t rows) {
+  const InHdf5 turn;
   const Id dataset = own(H5Dopen2(file_.get(), name.c_str(), H5P_DEFAULT), path_, "open " + name);
   const Id space = own(H5Dget_space(dataset.get()), path_, "ask for the shape of " + name);
   Extent extent = extent_of(space.get(), path_);
@@ -255,6 +278,7 @@ void Hdf5File::set_rows(const std::string& name, std::int64_t rows) {
 }
 
 void Hdf5File::append_row(const std::string& name, ConstTensor row) {
+  const InHdf5 turn;
   const Shape shape = info(name).shape;
   check(shape.rank() > 0 && shape.row() == row.count(), "hdf5: the row does not fit the data set",
         {{"row", row.count()}, {"needed", shape.rank() > 0 ? shape.row() : 0}});
@@ -263,6 +287,7 @@ void Hdf5File::append_row(const std::string& name, ConstTensor row) {
 }
 
 void Hdf5File::set_attribute(const std::string& name, std::int64_t value) {
+  const InHdf5 turn;
   if (h5_ok(H5Aexists(file_.get(), name.c_str()), path_, "look for " + name) > 0)
     h5_ok(H5Adelete(file_.get(), name.c_str()), path_, "replace " + name);
   const Id space(H5Screate(H5S_SCALAR));
@@ -272,6 +297,7 @@ void Hdf5File::set_attribute(const std::string& name, std::int64_t value) {
 }
 
 void Hdf5File::set_attribute(const std::string& name, const std::string& value) {
+  const InHdf5 turn;
   if (h5_ok(H5Aexists(file_.get(), name.c_str()), path_, "look for " + name) > 0)
     h5_ok(H5Adelete(file_.get(), name.c_str()), path_, "replace " + name);
   const Id space(H5Screate(H5S_SCALAR)), type = variable_text();
@@ -282,6 +308,7 @@ void Hdf5File::set_attribute(const std::string& name, const std::string& value) 
 }
 
 std::optional<std::int64_t> Hdf5File::integer_attribute(const std::string& name, const std::string& object) const {
+  const InHdf5 turn;
   if (h5_ok(H5Aexists_by_name(file_.get(), object.c_str(), name.c_str(), H5P_DEFAULT), path_, "look for " + name) == 0) return {};
   const Id found = own(H5Aopen_by_name(file_.get(), object.c_str(), name.c_str(), H5P_DEFAULT, H5P_DEFAULT), path_, "open " + name);
   const Id type = own(H5Aget_type(found.get()), path_, "ask for the type of " + name);
@@ -294,6 +321,7 @@ std::optional<std::int64_t> Hdf5File::integer_attribute(const std::string& name,
 }
 
 std::optional<std::string> Hdf5File::text_attribute(const std::string& name, const std::string& object) const {
+  const InHdf5 turn;
   if (h5_ok(H5Aexists_by_name(file_.get(), object.c_str(), name.c_str(), H5P_DEFAULT), path_, "look for " + name) == 0) return {};
   const Id found = own(H5Aopen_by_name(file_.get(), object.c_str(), name.c_str(), H5P_DEFAULT, H5P_DEFAULT), path_, "open " + name);
   const Id type = own(H5Aget_type(found.get()), path_, "ask for the type of " + name);
@@ -301,6 +329,7 @@ std::optional<std::string> Hdf5File::text_attribute(const std::string& name, con
 }
 
 void Hdf5File::write_text(const std::string& name, const std::string& text) {
+  const InHdf5 turn;
   check(text.find('\0') == std::string::npos, "hdf5: a text with a zero byte would be cut there");
   if (has(name)) h5_ok(H5Ldelete(file_.get(), name.c_str(), H5P_DEFAULT), path_, "replace " + name);
   const Id space(H5Screate(H5S_SCALAR)), type = variable_text();
@@ -312,6 +341,7 @@ void Hdf5File::write_text(const std::string& name, const std::string& text) {
 }
 
 std::string Hdf5File::read_text(const std::string& name) const {
+  const InHdf5 turn;
   const Id dataset = own(H5Dopen2(file_.get(), name.c_str(), H5P_DEFAULT), path_, "open " + name);
   const Id type = own(H5Dget_type(dataset.get()), path_, "ask for the type of " + name);
   const Id space = own(H5Dget_space(dataset.get()), path_, "ask for the shape of " + name);
@@ -321,6 +351,7 @@ std::string Hdf5File::read_text(const std::string& name) const {
 }
 
 std::string hdf5_version() {
+  const InHdf5 turn;
   unsigned major = 0, minor = 0, release = 0;
   h5_ok(H5get_libversion(&major, &minor, &release), "HDF5", "tell its version");
   return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(release);

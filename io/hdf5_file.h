@@ -34,7 +34,8 @@ struct VirtualSource {
 void close_hdf5_file(std::int64_t file) noexcept;
 
 // Every failure is an Error that names the file, the data set and the library's own reason. A '/' in a name makes groups, a dot
-// means nothing. Writers do not lock: each file has one by design, and readers may look on while it grows.
+// means nothing. Writers do not lock: each file has one by design, and readers may look on while it grows. Threads may use different
+// files: one at a time is inside the library.
 class Hdf5File {
  public:
   static Hdf5File create(const std::string& path);  // replaces what is there
@@ -49,6 +50,9 @@ class Hdf5File {
   DatasetInfo info(const std::string& name) const;
 
   void create_dataset(const std::string& name, DType dtype, Shape shape);
+  // Makes the place of a data set alone, at the byte of the file that is returned: its values are written there past the library once
+  // the file is closed, by a RawFile. The same calls make the same bytes.
+  std::int64_t reserve(const std::string& name, DType dtype, Shape shape);
   void write(const std::string& name, ConstTensor all);  // made if it is not there
   void write_rows(const std::string& name, std::int64_t row_begin, ConstTensor rows);
   void read(const std::string& name, Tensor all) const;

@@ -3,7 +3,59 @@
 
 #include <spdlog/spdlog.h>
 
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+
 namespace moetrain::io {
+
+namespace {
+
+struct Turns {
+  std::mutex mutex;
+  std::condition_variable next;
+  std::uint64_t taken = 0, served = 0;
+};
+Turns& turns() {
+  static auto* const all = new Turns;  // never destroyed: files may be closed at the very end
+  return *all;
+}
+thread_local int depth = 0;
+
+// The library prints its error stack otherwise, and the reason is in our Error; each thread has a stack of its own. And its cleanup at
+// exit walks over what a failed close left behind, while our files have owners that close them.
+void tame_library() noexcept {
+  static const bool without_cleanup = H5dont_atexit() >= 0;
+  thread_local const bool silent = H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr) >= 0;
+  static const bool told = [] {
+    if (!without_cleanup || !silent) spdlog::warn("HDF5: its own error printing or cleanup cannot be turned off");
+    return true;
+  }();
+  static_cast<void>(told);
+}
+
+}  // namespace
+
+InHdf5::InHdf5() {
+  if (depth++ > 0) return;
+  Turns& t = turns();
+  {
+    std::unique_lock lock(t.mutex);
+    const std::uint64_t mine = t.taken++;
+    t.next.wait(lock, [&] { return t.served == mine; });
+  }
+  tame_library();
+}
+
+InHdf5::~InHdf5() {
+  if (--depth > 0) return;
+  Turns& t = turns();
+  {
+    const std::scoped_lock lock(t.mutex);
+    ++t.served;
+  }
+  t.next.notify_all();
+}
 
 void release_id(hid_t id) noexcept {
   if (H5Idec_ref(id) < 0) spdlog::warn("HDF5: a handle could not be released");

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "io/in_hdf5.h"
 #include "memory/check.h"
 #include "memory/handle.h"
 #include "memory/tensor.h"

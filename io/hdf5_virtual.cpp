@@ -82,6 +82,7 @@ H5D_space_status_t written_of(hid_t dataset, hid_t layout, hid_t space, const st
 }  // namespace
 
 void Hdf5File::create_virtual(const std::string& name, DType dtype, Shape shape, const std::vector<VirtualSource>& sources) {
+  const InHdf5 turn;
   check(shape.rank() > 0, "hdf5: a virtual data set has rows");
   const Id type = type_for(dtype);
   const Id layout(H5Pcreate(H5P_DATASET_CREATE));
@@ -119,6 +120,7 @@ void Hdf5File::check_sources(const std::string& name, std::int64_t dataset, std:
 }
 
 void Hdf5File::check_complete(const std::string& name, int depth) const {
+  const InHdf5 turn;
   constexpr int kDeepest = 8;  // a data set may be its own source
   if (depth > kDeepest) throw Error(path_ + ": " + name + " comes from sources of sources, more than " + std::to_string(kDeepest));
   const Id dataset = own(H5Dopen2(file_.get(), name.c_str(), H5P_DEFAULT), path_, "open " + name);
