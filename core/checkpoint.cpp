@@ -1,13 +1,9 @@
-// checkpoint.cpp -- which rows of a run a shard holds, the one view over them, and loading under any layout.
+// checkpoint.cpp -- what of a run a checkpoint holds, and loading it under any layout.
 #include "core/checkpoint.h"
 
-#include <spdlog/spdlog.h>
-
 #include <algorithm>
-#include <charconv>
 #include <cstdio>
 #include <filesystem>
-#include <string_view>
 
 #include "core/checkpoint_files.h"
 #include "core/job_difference.h"
@@ -16,7 +12,6 @@
 
 namespace moetrain::core {
 namespace fs = std::filesystem;
-namespace {
 
 std::string step_name(std::int64_t step) {
   char text[32];
@@ -24,135 +19,15 @@ std::string step_name(std::int64_t step) {
   return text;
 }
 
-// The tensors of a parameter that a checkpoint holds, as (data set, rows held here).
-struct Piece {
-  std::string dataset;
-  Tensor rows;
-};
-std::vector<Piece> pieces_of(Trainer& t, int i, parallel::Rows rows) {
+std::vector<SavedTensor> saved_tensors(Trainer& t, int i, parallel::Rows rows) {
   const std::string& name = t.table()[i].name;
-  std::vector<Piece> pieces{{name, t.params().stored(i, rows)}};
-  if (t.optimizer().has_master(i)) pieces.push_back({"master/" + name, t.optimizer().master(i, rows)});
+  std::vector<SavedTensor> tensors{{name, t.params().stored(i, rows), Category::weights}};
+  if (t.optimizer().has_master(i)) tensors.push_back({"master/" + name, t.optimizer().master(i, rows), Category::optimizer});
   if (t.optimizer().has_state(i)) {
-    pieces.push_back({"optimizer/exp_avg/" + name, t.optimizer().exp_avg(i, rows)});
-    pieces.push_back({"optimizer/exp_avg_sq/" + name, t.optimizer().exp_avg_sq(i, rows)});
+    tensors.push_back({"optimizer/exp_avg/" + name, t.optimizer().exp_avg(i, rows), Category::optimizer});
+    tensors.push_back({"optimizer/exp_avg_sq/" + name, t.optimizer().exp_avg_sq(i, rows), Category::optimizer});
   }
-  return pieces;
-}
-
-// Rows of each parameter that each rank's shard file holds, in rows of the whole tensor.
-struct Ownership {
-  int params;
-  std::vector<std::int64_t> begin_count;  // (ranks, params, 2)
-  std::int64_t begin(int rank, int i) const { return begin_count[std::size_t((std::int64_t(rank) * params + i) * 2)]; }
-  std::int64_t count(int rank, int i) const { return begin_count[std::size_t((std::int64_t(rank) * params + i) * 2 + 1)]; }
-};
-Ownership gather_ownership(Trainer& t) {
-  auto& control = *t.mesh().world().control;
-  const int n = t.table().size();
-  std::vector<std::int64_t> mine;
-  for (int i = 0; i < n; ++i) {
-    const auto rows = t.params().shard(i);
-    mine.push_back(t.layout().first_row[std::size_t(i)] + rows.begin);
-    mine.push_back(rows.count());
-  }
-  Ownership o{n, std::vector<std::int64_t>(mine.size() * std::size_t(control.size()))};
-  const parallel::Communicator::Gather piece{mine.data(), o.begin_count.data(), std::int64_t(mine.size() * sizeof(std::int64_t))};
-  control.all_gather({&piece, 1});
-  return o;
-}
-
-// One tensor's rows through host memory, since HDF5 reads and writes host pointers.
-void write_shard(Trainer& t, io::Hdf5File& file) {
-  std::vector<std::byte> host;
-  for (int i = 0; i < t.table().size(); ++i) {
-    const auto rows = t.params().shard(i);
-    if (rows.count() == 0) continue;
-    for (const Piece& p : pieces_of(t, i, rows)) {
-      host.resize(std::size_t(p.rows.bytes()));
-      copy_to_host(t.memory().device(), host.data(), p.rows.data, p.rows.bytes());
-      file.write(p.dataset, ConstTensor(host.data(), p.rows.dtype, p.rows.shape));
-    }
-  }
-}
-
-void write_view(Trainer& t, const Ownership& owned, io::Hdf5File& file) {
-  const int ranks = t.mesh().shape().ranks();
-  for (int i = 0; i < t.table().size(); ++i) {
-    for (const Piece& p : pieces_of(t, i, t.params().shard(i))) {
-      std::vector<io::VirtualSource> sources;
-      for (int r = 0; r < ranks; ++r)
-        if (owned.count(r, i) > 0) sources.push_back({shard_name(r), p.dataset, owned.begin(r, i), owned.count(r, i)});
-      file.create_virtual(p.dataset, p.rows.dtype, t.table()[i].shape, sources);
-    }
-  }
-}
-
-// The step of a folder named step_00000100; nothing for any other name, a user's copy among them.
-std::optional<std::int64_t> step_of(const std::string& name) {
-  constexpr std::string_view kStep = "step_";
-  std::int64_t step = -1;
-  if (!name.starts_with(kStep)) return {};
-  const char *first = name.data() + kStep.size(), *last = name.data() + name.size();
-  if (const auto [end, failed] = std::from_chars(first, last, step); failed != std::errc() || end != last) return {};
-  return name == step_name(step) ? std::optional(step) : std::nullopt;
-}
-
-void remove_all_partial(const std::string& folder) {
-  std::vector<std::string> found;
-  for (const auto& entry : fs::directory_iterator(folder))
-    if (const auto name = entry.path().filename().string(); name.starts_with("step_") && name.ends_with(kPartial))
-      found.push_back(entry.path());
-  for (const auto& path : found) remove_partial(path);
-}
-
-// Keeps the newest `keep`, the one just written among them. Those of later steps belong to a run that was abandoned: they go first.
-// What cannot be removed costs a warning, not the run.
-void remove_older(const std::string& folder, std::int64_t written, std::int64_t keep) {
-  if (keep == 0) return;
-  std::vector<std::int64_t> steps;
-  std::error_code failed;
-  for (fs::directory_iterator entry(folder, failed), end; !failed && entry != end; entry.increment(failed))
-    if (const auto step = step_of(entry->path().filename().string()); step && *step != written) steps.push_back(*step);
-  if (failed) spdlog::warn("{}: older checkpoints not removed: {}", folder, failed.message());
-  std::sort(steps.begin(), steps.end(),
-            [&](std::int64_t a, std::int64_t b) { return std::pair(a < written, a) < std::pair(b < written, b); });
-  for (std::size_t i = 0; i + std::size_t(keep) <= steps.size(); ++i) {
-    const std::string path = folder + "/" + step_name(steps[i]);
-    fs::remove_all(path, failed);
-    if (failed) spdlog::warn("{}: not removed: {}", path, failed.message());
-  }
-}
-
-}  // namespace
-
-void save_checkpoint(Trainer& t, const std::string& folder, std::int64_t keep) {
-  auto& control = *t.mesh().world().control;
-  const std::string name = step_name(t.progress().step), final = folder + "/" + name;
-  const Ownership owned = gather_ownership(t);
-  const CheckpointHeader header{t.progress(), t.config().run.seed, io::to_yaml(config_to_yaml(t.config())), layout_text(t.config())};
-  try {
-    together(control, [&] {
-      if (control.rank() != 0) return;
-      fs::create_directories(folder);
-      remove_all_partial(folder);
-    });
-    write_checkpoint(
-        control, final, header, [&](io::Hdf5File& file) { write_shard(t, file); }, [&](io::Hdf5File& file) { write_view(t, owned, file); });
-  } catch (const AgreedError& e) {
-    throw AgreedError(e.rank(), std::string("checkpoint ") + name + " was not saved, the one before is as it was: " + e.what(),
-                      e.code());
-  }
-  try {
-    together(control, [&] {
-      if (control.rank() != 0) return;
-      io::sync_folder(folder);
-      io::write_text_atomically(folder + "/latest", name + "\n");
-      remove_older(folder, t.progress().step, keep);
-    });
-  } catch (const AgreedError& e) {
-    throw AgreedError(e.rank(), "checkpoint " + final + " is complete, but latest was not updated: " + e.what(), e.code());
-  }
+  return tensors;
 }
 
 std::string checkpoint_at(const std::string& path) {
@@ -206,7 +81,7 @@ void check_fits(Trainer& t, const io::Hdf5File& view, const std::string& path) {
   if (const auto groups = view.groups(); std::find(groups.begin(), groups.end(), "optimizer") == groups.end())
     throw Error(path + ": holds weights alone, as an import does, and no optimizer state: a new run starts from it by model.init_from");
   for (int i = 0; i < t.table().size(); ++i)
-    for (const Piece& p : pieces_of(t, i, t.params().shard(i))) {
+    for (const SavedTensor& p : saved_tensors(t, i, t.params().shard(i))) {
       if (!view.has(p.dataset)) throw Error(path + ": holds no tensor " + p.dataset);
       const auto info = view.info(p.dataset);
       if (info.shape != t.table()[i].shape || info.dtype != p.rows.dtype)
@@ -246,7 +121,7 @@ void load_checkpoint(Trainer& t, const std::string& path, bool same_run) {
     const auto view = io::Hdf5File::open(view_path(path));
     for (int i = 0; i < t.table().size(); ++i) {
       const auto rows = t.params().update_rows(i);
-      for (const Piece& p : pieces_of(t, i, rows))
+      for (const SavedTensor& p : saved_tensors(t, i, rows))
         read_rows(t, view, p.dataset, t.layout().first_row[std::size_t(i)] + rows.begin, p.rows);
     }
     auto number = [&](const char* name) {

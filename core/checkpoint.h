@@ -1,11 +1,12 @@
-// checkpoint.h -- what a checkpoint holds, which rank writes which rows, and loading under any layout.
+// checkpoint.h -- what a checkpoint holds, and loading under any layout; core/checkpoint_saver.h writes it.
 //
 //   <folder>/step_00000100/checkpoint.h5      the one view: every parameter whole under its public name, /master,
-//   /optimizer/exp_avg
-//                                             and /optimizer/exp_avg_sq likewise (virtual data sets over the shards), step, tokens,
+//                                             /optimizer/exp_avg and /optimizer/exp_avg_sq likewise (virtual data sets over the shards), step, tokens,
 //                                             job, layout, checksums
 //   <folder>/step_00000100/checkpoint.crc32   bytes and checksum of checkpoint.h5 itself
 //   <folder>/step_00000100/shard_00000.h5     the rows of one rank
+//   <folder>/step_00000100/frozen_00000.h5    those that the job leaves as they are, where it has such: one file under several names in
+//                                             the checkpoints of a run, where the disk can do that
 //   <folder>/latest                           the name of the newest complete one
 // A checkpoint is complete or absent: written into step_N.partial, synced, renamed; `latest` moves after that, and only then older
 // ones go. Nothing of it is used before presence, size and checksum of every file have been verified.
@@ -19,9 +20,15 @@ namespace moetrain::core {
 
 inline constexpr std::int64_t kCheckpointFormat = 1;
 
-// Collective; fails on every rank or on none, and then leaves what was there, or says that the new one is complete and only `latest`
-// still names the one before. Keeps the newest `keep` (0: all).
-void save_checkpoint(Trainer& trainer, const std::string& folder, std::int64_t keep);
+// The tensors of a parameter that a checkpoint holds, as data sets and the rows of them that lie here.
+struct SavedTensor {
+  std::string dataset;
+  Tensor rows;
+  Category category;  // weights, optimizer
+};
+std::vector<SavedTensor> saved_tensors(Trainer& trainer, int parameter, parallel::Rows rows);
+
+std::string step_name(std::int64_t step);
 
 // Collective. path: a step folder. Fails on every rank or on none, before any value is used. The model and adapters of the job in
 // the checkpoint must be those of this run, with same_run its data and optimizer too; the layout may differ.

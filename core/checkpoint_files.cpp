@@ -9,7 +9,6 @@
 #include "core/checkpoint.h"
 #include "core/host_values.h"
 #include "core/together.h"
-#include "core/whole_folder.h"
 
 namespace moetrain::core {
 namespace fs = std::filesystem;
@@ -42,7 +41,8 @@ std::vector<FileSum> parse_checksums(const std::string& text, const std::string&
   return sums;
 }
 
-void write_view(const std::string& folder, const CheckpointHeader& header, const std::string& checksums, const WriteFile& view) {
+void write_view(const std::string& folder, const CheckpointHeader& header, const std::string& checksums,
+                const std::function<void(io::Hdf5File&)>& view) {
   const std::string path = view_path(folder);
   auto file = io::Hdf5File::create(path);
   view(file);
@@ -63,7 +63,7 @@ void write_view(const std::string& folder, const CheckpointHeader& header, const
 }  // namespace
 
 std::string view_path(const std::string& checkpoint) { return checkpoint + "/" + kView; }
-std::string shard_name(int rank) { return numbered("shard_%05lld.h5", rank); }
+std::string file_name(const char* kind, int rank) { return kind + numbered("_%05lld.h5", rank); }
 
 std::string layout_text(const Config& c) {
   const auto& p = c.parallel;
@@ -103,25 +103,38 @@ WeightSource weights_of(std::shared_ptr<const io::Hdf5File> view, std::shared_pt
           }};
 }
 
-void write_checkpoint(parallel::Communicator& control, const std::string& path, const CheckpointHeader& header,
-                      const WriteFile& shard, const WriteFile& view) {
-  WholeFolder folder(control, path);
-  io::Checksum mine;
-  together(control, [&] {
-    const std::string file = folder.partial() + "/" + shard_name(control.rank());
-    auto hdf5 = io::Hdf5File::create(file);
-    shard(hdf5);
-    hdf5.close();
-    io::sync_file(file);
-    mine = io::checksum_of_file(file);
-  });
-  std::vector<io::Checksum> sums(std::size_t(control.size()));
-  const parallel::Communicator::Gather piece{&mine, sums.data(), sizeof mine};
-  control.all_gather({&piece, 1});
-  folder.finish([&] {
+CheckpointFiles::CheckpointFiles(parallel::Communicator& control, const std::string& path, CheckpointHeader header)
+    : control_(control), header_(std::move(header)), folder_(control, path) {}
+
+void CheckpointFiles::add(const char* kind, const std::function<void(const std::string&)>& write) {
+  const std::string file = folder_.partial() + "/" + file_name(kind, control_.rank());
+  write(file);
+  io::sync_file(file);
+  mine_.push_back(io::checksum_of_file(file));
+  kinds_.push_back(kind);
+}
+
+bool CheckpointFiles::add_link(const char* kind, const std::string& checkpoint, const io::Checksum& sum) {
+  const std::string name = "/" + file_name(kind, control_.rank());
+  if (!io::link_file(checkpoint + name, folder_.partial() + name, sum.bytes)) return false;
+  mine_.push_back(sum);
+  kinds_.push_back(kind);
+  return true;
+}
+
+void CheckpointFiles::share_sums() {
+  all_.resize(mine_.size() * std::size_t(control_.size()));
+  const parallel::Communicator::Gather piece{mine_.data(), all_.data(), std::int64_t(mine_.size() * sizeof(io::Checksum))};
+  control_.all_gather({&piece, 1});
+}
+
+void CheckpointFiles::appear(const std::function<void(io::Hdf5File&)>& view) {
+  folder_.appear([&] {
     std::string text;
-    for (int r = 0; r < control.size(); ++r) text += checksum_line(shard_name(r), sums[std::size_t(r)]);
-    write_view(folder.partial(), header, text, view);
+    for (std::size_t k = 0; k < kinds_.size(); ++k)
+      for (int r = 0; r < control_.size(); ++r)
+        text += checksum_line(file_name(kinds_[k], r), all_[std::size_t(r) * kinds_.size() + k]);
+    write_view(folder_.partial(), header_, text, view);
   });
 }
 

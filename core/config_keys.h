@@ -349,8 +349,8 @@ template <class V>
 void visit(V& v, CheckpointConfig& c) {
   v.key("every", c.every, "steps between checkpoints; 0: at the end only", size_from(0));
   v.key("keep", c.keep, "newest checkpoints kept; 0: all", size_from(0));
-  v.choice("async", c.async, {{"false", false}}, "training goes on while a checkpoint is written",
-           {{"true", "write checkpoints beside training"}});
+  v.key("async", c.async,
+        "training goes on while a checkpoint is written, from a copy in host memory that `moetrain plan` shows; its failure ends the run at the next step");
 }
 
 template <class V>

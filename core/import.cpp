@@ -38,7 +38,7 @@ void write_view(const ParamTable& table, const Config& c, int ranks, io::Hdf5Fil
     std::vector<io::VirtualSource> sources;
     for (int r = 0; r < ranks; ++r)
       if (const auto rows = parallel::shard_of(p.shape[0], r, ranks); rows.count() > 0)
-        sources.push_back({shard_name(r), p.name, rows.begin, rows.count()});
+        sources.push_back({file_name(kShard, r), p.name, rows.begin, rows.count()});
     file.create_virtual(p.name, stored_dtype(p, c.run.dtype), p.shape, sources);
   }
 }
@@ -113,10 +113,18 @@ Config import_folder(parallel::Communicator& control, const std::string& folder,
                    source.vision ? "; those of the vision tower are left out" : "");
   });
   const WeightSource source{folder, [&](int param, std::int64_t first, Tensor to) { weights->read(param, first, to); }};
-  write_checkpoint(
-      control, out, {{}, c.run.seed, io::to_yaml(config_to_yaml(c)), "imported by " + std::to_string(control.size()) + " ranks"},
-      [&](io::Hdf5File& file) { write_rows(table, c, control.rank(), control.size(), source, file); },
-      [&](io::Hdf5File& file) { write_view(table, c, control.size(), file); });
+  CheckpointFiles files(control, out, {{}, c.run.seed, io::to_yaml(config_to_yaml(c)), "imported by " + std::to_string(control.size()) + " ranks"});
+  together(control, [&] {
+    files.add(kShard, [&](const std::string& path) {
+      auto file = io::Hdf5File::create(path);
+      write_rows(table, c, control.rank(), control.size(), source, file);
+      file.close();
+    });
+  });
+  files.share_sums();
+  together(control, [&] {
+    if (control.rank() == 0) files.appear([&](io::Hdf5File& view) { write_view(table, c, control.size(), view); });
+  });
   return c;
 }
 

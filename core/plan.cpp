@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 
+#include "core/checkpoint_saver.h"
 #include "core/trainer.h"
 
 namespace moetrain::core {
@@ -147,6 +148,11 @@ DryStep run_dry(const Config& c, int rank) {
   }
   d.plan.device_bytes = trainer.memory().peaks();
   d.plan.device_total = trainer.memory().peak();
+  if (c.checkpoint.async && c.checkpoint.every > 0) {
+    Memory host(Device::dry);
+    const HostCopy copy(host, saved_rows(trainer));
+    d.plan.host_bytes = host.peaks();
+  }
   return d;
 }
 

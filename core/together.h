@@ -22,20 +22,26 @@ class AgreedError : public Error {
 // Throws the AgreedError of the lowest rank that gives one; collective.
 void agree(parallel::Communicator& control, const Error* mine);
 
+// What a body fails with, in words; nothing where it does not fail.
 template <class Body>
-void together(parallel::Communicator& control, Body&& body) {
-  std::optional<Error> mine;
+std::optional<Error> failure_of(Body&& body) {
   try {
     std::forward<Body>(body)();
   } catch (const AgreedError&) {
     throw;  // from a collective inside: every rank is on this way already
   } catch (const Error& e) {
-    mine = e;
+    return e;
   } catch (const std::bad_alloc&) {
-    mine = Error("out of host memory");
+    return Error("out of host memory");
   } catch (const std::exception& e) {
-    mine = Error(e.what());
+    return Error(e.what());
   }
+  return {};
+}
+
+template <class Body>
+void together(parallel::Communicator& control, Body&& body) {
+  const std::optional<Error> mine = failure_of(std::forward<Body>(body));
   agree(control, mine ? &*mine : nullptr);
 }
 

@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "core/checkpoint.h"
+#include "core/checkpoint_saver.h"
 #include "core/import.h"
 #include "core/monitor.h"
 #include "core/plan.h"
@@ -76,11 +77,16 @@ class Run {
         checkpoints_(config.run.dir + "/checkpoints"),
         flops_per_token_(step_flops(config, 1).total()),
         trainer_(config, std::move(world), device),
-        control_(*trainer_.mesh().world().control) {}
+        control_(*trainer_.mesh().world().control),
+        saver_(trainer_, checkpoints_, config.checkpoint.keep, [this](const CheckpointSaver::Saved& s) { tell(s); }) {}
 
   ExitCode run() {
     try {
       return all_of_it();
+    } catch (const AgreedError& e) {
+      if (log_file_) log_file_->only_here(e.what());
+      if (e.code() != ExitCode::rank_lost) finish_saving();
+      throw;
     } catch (const std::exception& e) {
       if (log_file_) log_file_->only_here(e.what());
       throw;
@@ -89,6 +95,15 @@ class Run {
 
  private:
   bool main_rank() const { return control_.rank() == 0; }
+
+  // All ranks leave for another reason: what was begun before it is still a whole checkpoint.
+  void finish_saving() {
+    try {
+      saver_.finish();
+    } catch (const AgreedError& e) {
+      if (main_rank()) spdlog::warn("{}", e.what());
+    }
+  }
 
   ExitCode all_of_it() {
     compare_jobs();
@@ -228,7 +243,10 @@ class Run {
     measure(result, m);
     together(control_, [&] { report(result, m); });
     if (profiled && run_steps_ == config_.monitor.profile_steps) report_times();
-    if (config_.checkpoint.every > 0 && result.step % config_.checkpoint.every == 0) save();
+    if (config_.checkpoint.every > 0 && result.step % config_.checkpoint.every == 0) {
+      saved_step_ = result.step;
+      config_.checkpoint.async ? saver_.begin() : saver_.save();
+    }
   }
 
   void measure(const StepResult& result, StepMeasures& m) {
@@ -286,23 +304,29 @@ class Run {
                  100 * (run_seconds_ - total) / run_seconds_);
   }
 
-  void save() {
-    const auto start = std::chrono::steady_clock::now();
-    save_checkpoint(trainer_, checkpoints_, config_.checkpoint.keep);
-    saved_step_ = trainer_.progress().step;
-    if (main_rank()) spdlog::info("checkpoint at step {} in {:.1f} s", saved_step_, seconds_since(start));
+  void tell(const CheckpointSaver::Saved& s) const {
+    if (!main_rank()) return;
+    if (config_.checkpoint.async)
+      spdlog::info("checkpoint at step {} in {:.1f} s, {:.1f} s of them before the next step", s.step, s.seconds, s.copying);
+    else
+      spdlog::info("checkpoint at step {} in {:.1f} s", s.step, s.seconds);
   }
 
-  // A signal on any rank stops all of them at the same step.
+  // A signal on any rank stops all of them at the same step; a save goes on once no rank writes any more.
   bool requested() {
-    std::int64_t stop = options_.stop_requested && options_.stop_requested();
-    control_.all_reduce(Tensor(&stop, DType::i64, {1}), parallel::Reduction::max);
-    return stop != 0;
+    std::int64_t now[2] = {options_.stop_requested && options_.stop_requested(), saver_.working()};
+    control_.all_reduce(Tensor(now, DType::i64, {2}), parallel::Reduction::max);
+    if (now[1] == 0) saver_.advance();
+    return now[0] != 0;
   }
 
   void finish(ExitCode code, const std::string& cause) {
     if (run_steps_ < config_.monitor.profile_steps) report_times();
-    if (code != ExitCode::gave_up && saved_step_ != trainer_.progress().step) save();
+    saver_.finish();
+    if (code != ExitCode::gave_up && saved_step_ != trainer_.progress().step) {
+      saver_.save();
+      saved_step_ = trainer_.progress().step;
+    }
     together(control_, [&] {
       if (!main_rank()) return;
       io::write_exit(config_.run.dir, code, cause, std::nullopt, trainer_.progress().step);
@@ -328,6 +352,7 @@ class Run {
   std::array<double, parallel::kPurposes> waits_{};  // seconds of the profiled steps
   double run_seconds_ = 0;
   std::int64_t run_steps_ = 0, nonfinite_in_a_row_ = 0, saved_step_ = -1;
+  CheckpointSaver saver_;  // goes first: it may still be writing
 };
 
 }  // namespace

@@ -29,7 +29,8 @@ void put_in_place(const std::string& from, const std::string& to) {
 
 void remove_contents(const std::string& path) {
   std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(path, ignored)) fs::resize_file(entry.path(), 0, ignored);
+  for (const auto& entry : fs::directory_iterator(path, ignored))  // what another folder has too stays whole there
+    if (entry.hard_link_count(ignored) == 1) fs::resize_file(entry.path(), 0, ignored);
   for (const auto& entry : fs::directory_iterator(path, ignored)) fs::remove_all(entry.path(), ignored);
 }
 
@@ -69,12 +70,15 @@ WholeFolder::~WholeFolder() {
 
 void WholeFolder::finish(const std::function<void()>& last) {
   together(control_, [&] {
-    if (control_.rank() != 0) return;
-    last();
-    io::sync_folder(partial_);
-    put_in_place(partial_, path_);
-    lock_ = {};
+    if (control_.rank() == 0) appear(last);
   });
+}
+
+void WholeFolder::appear(const std::function<void()>& last) {
+  last();
+  io::sync_folder(partial_);
+  put_in_place(partial_, path_);
+  lock_ = {};
   finished_ = true;
 }
 

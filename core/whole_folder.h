@@ -12,7 +12,7 @@ inline constexpr const char* kPartial = ".partial";  // ends the name of a folde
 
 // Files go into `path`.partial, which takes the place of `path` at the end. Whoever leaves before that, by an Error on any rank,
 // leaves what was there as it was. What an interrupted writer left in `path`.partial is cleared; what no writer leaves there, or one
-// that is still at work, is refused as a fault of the job. Collective: every member, on every rank.
+// that is still at work, is refused as a fault of the job. Collective: every member but appear, on every rank.
 class WholeFolder {
  public:
   WholeFolder(parallel::Communicator& control, std::string path);
@@ -22,12 +22,13 @@ class WholeFolder {
 
   const std::string& partial() const { return partial_; }
   void finish(const std::function<void()>& last);  // rank 0 writes what is written last; all files have to be on the disk then
+  void appear(const std::function<void()>& last);  // finish as rank 0 does it by itself, in any thread; the caller tells the others
 
  private:
   parallel::Communicator& control_;
   std::string path_, partial_;
   io::Descriptor lock_;  // of the partial folder, on rank 0
-  bool finished_ = false;
+  bool finished_ = false;  // on rank 0
 };
 
 // What writing that was cut short has left. Contents go first: an open file keeps its blocks past the loss of its name, and

@@ -154,6 +154,7 @@ void print_plan(const core::Config& job, const Plan& plan) {
     std::cout << "\n";
     for (int c = 0; c < kCategories; ++c) print_row(name_of(Category(c)), gib(r.device_bytes[std::size_t(c)]));
     print_row("peak of the sum", gib(r.device_total));
+    if (const std::int64_t host = host_total(r); host > 0) print_row("host memory", gib(host), "the copy that a checkpoint is written from");
   }
   const auto& f = plan.flops;
   std::cout << "one step of " << plan.tokens << " tokens, forward and backward\n";

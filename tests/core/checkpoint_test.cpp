@@ -1,6 +1,6 @@
 // checkpoint_test.cpp -- a checkpoint on one rank: every bit comes back, every damage is refused, and the one before survives;
 // and a whole run in its folder: resume, metrics, and how it ends.
-#include "core/checkpoint.h"
+#include "core/checkpoint_saver.h"
 
 #include <sys/resource.h>
 
@@ -12,13 +12,16 @@
 #include <sstream>
 
 #include "core/monitor.h"
+#include "core/plan.h"
 #include "core/together.h"
 #include "core/train_loop.h"
 #include "io/files.h"
 #include "io/hdf5_file.h"
+#include "io/in_hdf5.h"
 #include "io/token_file.h"
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/short_files.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/tiny.h"
 
@@ -73,6 +76,19 @@ std::vector<std::string> names_in(const std::string& folder) {
 }
 using Names = std::vector<std::string>;
 
+// What the checksums in a checkpoint say about its files.
+std::string sums_of(const std::string& path) { return io::Hdf5File::open(path + "/checkpoint.h5").read_text("shards"); }
+
+// A process's largest resident set since it was last asked, in bytes.
+std::int64_t resident_peak() {
+  std::ifstream status("/proc/self/status");
+  std::int64_t kib = 0;
+  for (std::string line; std::getline(status, line);)
+    if (line.starts_with("VmHWM:")) kib = std::stoll(line.substr(6));
+  std::ofstream("/proc/self/clear_refs") << "5";
+  return kib * 1024;
+}
+
 }  // namespace
 
 TEST_CASE("weights, masters, moments, bias and progress come back to the last bit, in every type") {
@@ -81,7 +97,7 @@ TEST_CASE("weights, masters, moments, bias and progress come back to the last bi
     const TempFolder folder;
     const core::Config c = config_of(dtype);
     auto a = trained(c, 3), b = fresh(c);
-    core::save_checkpoint(*a, folder.path(), 2);
+    core::CheckpointSaver(*a, folder.path(), 2).save();
     REQUIRE(bytes_of(*a) != bytes_of(*b));
     core::load_checkpoint(*b, core::latest_checkpoint(folder.path()), true);
     CHECK(bytes_of(*a) == bytes_of(*b));
@@ -95,7 +111,7 @@ TEST_CASE("weights, masters, moments, bias and progress come back to the last bi
 TEST_CASE("the view holds what the rank holds, under public names and in its own type; pinned tensors and bias stay fp32") {
   const TempFolder folder;
   auto t = trained(config_of(DType::bf16), 2);
-  core::save_checkpoint(*t, folder.path(), 2);
+  core::CheckpointSaver(*t, folder.path(), 2).save();
   const auto view = io::Hdf5File::open(folder / "step_00000002/checkpoint.h5");
   int pinned = 0, masters = 0, biases = 0;
   for (int i = 0; i < t->table().size(); ++i) {
@@ -133,9 +149,9 @@ TEST_CASE("a damaged checkpoint is refused before a value is used, and the messa
   const TempFolder folder;
   const core::Config c = config_of(DType::f32);
   auto t = trained(c, 1);
-  core::save_checkpoint(*t, folder / "all", 0);
+  core::CheckpointSaver(*t, folder / "all", 0).save();
   t->step(synthetic_step(*t));
-  core::save_checkpoint(*t, folder / "all", 0);
+  core::CheckpointSaver(*t, folder / "all", 0).save();
   const std::string old = folder / "all/step_00000001", good = folder / "all/step_00000002";
   struct Damage {
     const char* name;
@@ -224,7 +240,7 @@ TEST_CASE("a damaged checkpoint is refused before a value is used, and the messa
 TEST_CASE("a checkpoint of another job is refused with code 2, the key and both values; where it may differ it is taken") {
   const TempFolder folder;
   const core::Config c = config_of(DType::f64);
-  core::save_checkpoint(*trained(c, 1), folder.path(), 2);
+  core::CheckpointSaver(*trained(c, 1), folder.path(), 2).save();
   const std::string path = core::latest_checkpoint(folder.path());
   struct Row {
     std::function<void(core::Config&)> change;
@@ -292,7 +308,7 @@ TEST_CASE("keep N: the newest stay, those of an abandoned run go first, and what
   auto t = fresh(config_of(DType::f32));
   auto save_at = [&](std::int64_t step, std::int64_t keep) {
     t->set_progress({.step = step, .updates = step, .sequences = step, .tokens = step});
-    core::save_checkpoint(*t, folder.path(), keep);
+    core::CheckpointSaver(*t, folder.path(), keep).save();
     CHECK(core::latest_checkpoint(folder.path()) == folder / fs::path(core::latest_checkpoint(folder.path())).filename().string());
     CHECK(core::read_checkpoint_summary(core::latest_checkpoint(folder.path())).step == step);
   };
@@ -320,7 +336,7 @@ TEST_CASE("keep N: the newest stay, those of an abandoned run go first, and what
 TEST_CASE("a save that the disk refuses is one Error, leaves no half checkpoint, and the one before is as it was") {
   const TempFolder folder;
   auto t = trained(config_of(DType::f32), 1);
-  core::save_checkpoint(*t, folder.path(), 2);
+  core::CheckpointSaver(*t, folder.path(), 2).save();
   const auto before = contents(folder / "step_00000001/shard_00000.h5");
   t->step(synthetic_step(*t));
   rlimit old{};
@@ -333,7 +349,7 @@ TEST_CASE("a save that the disk refuses is one Error, leaves no half checkpoint,
     rlimit low = old;
     low.rlim_cur = bytes;
     REQUIRE(setrlimit(RLIMIT_FSIZE, &low) == 0);
-    const auto said = error_of([&] { core::save_checkpoint(*t, folder.path(), 2); });
+    const auto said = error_of([&] { core::CheckpointSaver(*t, folder.path(), 2).save(); });
     REQUIRE(setrlimit(RLIMIT_FSIZE, &old) == 0);
     CAPTURE(said);
     CHECK(said.substr(0, 3) == "3: ");
@@ -345,7 +361,7 @@ TEST_CASE("a save that the disk refuses is one Error, leaves no half checkpoint,
     CHECK(core::read_checkpoint_summary(core::latest_checkpoint(folder.path())).step == 1);
   }
   std::signal(SIGXFSZ, handler);
-  core::save_checkpoint(*t, folder.path(), 2);
+  core::CheckpointSaver(*t, folder.path(), 2).save();
   auto b = fresh(t->config());
   core::load_checkpoint(*b, core::latest_checkpoint(folder.path()), true);
   CHECK(bytes_of(*b) == bytes_of(*t));
@@ -556,7 +572,7 @@ TEST_CASE("steps without finite gradients are skipped, counted and given up on, 
   c.training.max_nonfinite = 3;
   auto t = fresh(c);
   t->params().stored(t->table().find("model.norm.weight"), {0, 1}).as<float>()[0] = std::numeric_limits<float>::infinity();
-  core::save_checkpoint(*t, folder / "run/checkpoints", 2);
+  core::CheckpointSaver(*t, folder / "run/checkpoints", 2).save();
   CHECK(run(c) == ExitCode::gave_up);
   CHECK(Csv(folder / "run/metrics.csv").column("skipped") == Names{"1", "1", "1"});
   CHECK(contains(contents(folder / "run/exit.json"), "\"code\": 6"));
@@ -593,4 +609,144 @@ TEST_CASE("together turns any exception into the same Error, and lets one from i
   CHECK(error_of([&] { core::together(*world, [] { throw std::bad_alloc(); }); }) == "3: out of host memory");
   CHECK(error_of([&] { core::together(*world, [&] { core::together(*world, [] { throw Error("inner"); }); }); }) == "3: inner");
   CHECK(error_of([&] { core::together(*world, [] {}); }) == "nothing was thrown");
+}
+
+TEST_CASE("a checkpoint written beside training has the bytes of one written at once, whatever the steps do meanwhile") {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    CAPTURE(int(dtype));
+    const TempFolder folder;
+    auto t = trained(config_of(dtype), 2);
+    core::CheckpointSaver(*t, folder / "once", 2).save();
+    std::vector<std::int64_t> told;
+    core::CheckpointSaver saver(*t, folder / "beside", 2, [&](const core::CheckpointSaver::Saved& s) { told.push_back(s.step); });
+    {
+      const io::InHdf5 turn;  // the writer has to wait for it
+      saver.begin();
+      t->step(synthetic_step(*t));
+      CHECK(saver.working());
+      CHECK_FALSE(fs::exists(folder / "beside/latest"));
+    }
+    saver.advance();  // the files; then the view
+    saver.advance();
+    CHECK_FALSE(saver.working());
+    CHECK(told == std::vector<std::int64_t>{2});
+    CHECK(names_in(folder / "beside") == Names{"latest", "step_00000002"});
+    CHECK(sums_of(folder / "once/step_00000002") == sums_of(folder / "beside/step_00000002"));
+    auto a = fresh(config_of(dtype)), b = fresh(config_of(dtype));
+    core::load_checkpoint(*a, folder / "once/step_00000002", true);
+    core::load_checkpoint(*b, folder / "beside/step_00000002", true);
+    CHECK(bytes_of(*a) == bytes_of(*b));
+    CHECK(bytes_of(*a) != bytes_of(*t));
+  }
+}
+
+TEST_CASE("the next save waits for the one before, and one that is given up leaves nothing") {
+  const TempFolder folder;
+  auto t = trained(config_of(DType::f32), 1);
+  {
+    core::CheckpointSaver saver(*t, folder.path(), 0);
+    for (int s = 0; s < 3; ++s) {
+      saver.begin();
+      t->step(synthetic_step(*t));
+    }
+    CHECK(core::read_checkpoint_summary(folder / "step_00000002").step == 2);
+    const io::InHdf5 turn;
+    CHECK(fs::exists(folder / "step_00000003.partial"));
+  }
+  CHECK(names_in(folder.path()) == Names{"latest", "step_00000001", "step_00000002"});
+}
+
+TEST_CASE("a write beside training that fails is told by the next advance or the end, names the file, and costs that checkpoint alone") {
+  const TempFolder folder;
+  auto t = trained(config_of(DType::f32), 1);
+  core::CheckpointSaver saver(*t, folder.path(), 2);
+  saver.save();
+  for (const bool at_the_end : {false, true}) {
+    t->step(synthetic_step(*t));
+    const std::string name = core::step_name(t->progress().step), file = folder / name + ".partial/shard_00000.h5";
+    std::string said;
+    {
+      const ShortFiles short_files(100000);
+      saver.begin();
+      said = error_of([&] { at_the_end ? saver.finish() : saver.advance(); });
+    }
+    CHECK(contains(said, "3: checkpoint " + name + " was not saved, the one before is as it was: " + file + ": cannot write: File too large"));
+    CHECK(names_in(folder.path()) == Names{"latest", "step_00000001"});
+    saver.finish();
+  }
+  saver.begin();
+  saver.finish();
+  CHECK(core::read_checkpoint_summary(core::latest_checkpoint(folder.path())).step == 3);
+}
+
+TEST_CASE("a save at once holds no more than a block beside what a rank stores, one beside training what the plan says") {
+  core::Config c = config_of(DType::f32);
+  c.model.vocab_size = 200000;  // 19 MB a tensor of embedding or head
+  c.checkpoint.every = 1;
+  c.checkpoint.async = true;
+  const core::Plan plan = core::make_plan(c);
+  const auto& host = plan.ranks.at(0).host_bytes;
+  const std::int64_t planned = host[std::size_t(Category::weights)] + host[std::size_t(Category::optimizer)];
+  CHECK(planned > 115000000);
+  const TempFolder folder;
+  auto t = fresh(c);
+  core::CheckpointSaver saver(*t, folder.path(), 1);
+  resident_peak();
+  const std::int64_t before = resident_peak();
+  saver.save();
+  const std::int64_t at_once = resident_peak();
+  CHECK(at_once - before < 16 << 20);
+  CHECK(saver.host().peak() == 0);
+  saver.begin();
+  saver.finish();
+  const std::int64_t beside = resident_peak();
+  CHECK(saver.host().peak() == planned);
+  CHECK(saver.host().peaks() == host);
+  CHECK(beside - before > planned * 9 / 10);
+  CHECK(beside - before < planned + (16 << 20));
+}
+
+TEST_CASE("what a job leaves as it is lies on the disk once, whole in every checkpoint that has it") {
+  core::Config c = config_of(DType::bf16);
+  c.training.trainable = {"lm_head.weight", "*layers.3*"};
+  const TempFolder folder;
+  auto t = trained(c, 1);
+  core::CheckpointSaver saver(*t, folder / "c", 2);
+  const auto frozen = [&](int step) { return folder / "c/" + core::step_name(step) + "/frozen_00000.h5"; };
+  saver.save();
+  CHECK(names_in(folder / "c/step_00000001") == Names{"checkpoint.crc32", "checkpoint.h5", "frozen_00000.h5", "shard_00000.h5"});
+  const std::string left = contents(frozen(1));
+  for (int step = 2; step <= 4; ++step) {
+    t->step(synthetic_step(*t));
+    step % 2 == 0 ? saver.begin() : saver.save();
+  }
+  saver.finish();
+  CHECK(saver.host().peak() < std::int64_t(left.size()));
+  CHECK(names_in(folder / "c") == Names{"latest", "step_00000003", "step_00000004"});
+  CHECK(fs::hard_link_count(frozen(4)) == 2);
+  CHECK(fs::equivalent(frozen(3), frozen(4)));
+  CHECK(contents(frozen(4)) == left);
+  // A writer that was cut short holds the file as well; what clears it up harms no other.
+  fs::create_directories(folder / "c/step_00000005.partial");
+  fs::create_hard_link(frozen(4), folder / "c/step_00000005.partial/frozen_00000.h5");
+  t->step(synthetic_step(*t));
+  saver.save();
+  CHECK(contents(frozen(5)) == left);
+  // A copy elsewhere is whole, and so is the last one left.
+  fs::copy(folder / "c/step_00000005", folder / "copy");
+  fs::remove_all(folder / "c/step_00000004");
+  for (const std::string& path : {folder / "copy", folder / "c/step_00000005"}) {
+    auto b = fresh(c);
+    core::load_checkpoint(*b, path, true);
+    CHECK(bytes_of(*b) == bytes_of(*t));
+  }
+  // Where the one before is gone or is another, it is written again.
+  fs::remove_all(folder / "c/step_00000005");
+  t->step(synthetic_step(*t));
+  saver.save();
+  CHECK(contents(frozen(6)) == left);
+  CHECK(fs::hard_link_count(frozen(6)) == 1);
+  auto b = fresh(c);
+  core::load_checkpoint(*b, folder / "c/step_00000006", true);
+  CHECK(bytes_of(*b) == bytes_of(*t));
 }

@@ -237,7 +237,6 @@ TEST_CASE("names of the job format that this version does not do are refused, ne
            {"memory.activation_checkpointing=selective", "is 'selective': known, but this version does not choose what"},
            {"memory.cache.ops=[kda]", "known, but this version does not cache results"},
            {"memory.offload.path=x", "known, but this version does not keep optimizer state"},
-           {"checkpoint.async=true", "is 'true': known, but this version does not write checkpoints beside training"},
        }) {
     const auto j = judge(whole_job(), {set});
     CAPTURE(set, joined(j.faults));
@@ -245,7 +244,7 @@ TEST_CASE("names of the job format that this version does not do are refused, ne
     CHECK(test::contains(j.faults[0], what));
   }
   CHECK(joined(judge(whole_job(),
-                     {"parallel.tensor_parallel=1", "moe.capacity_factor=0", "moe.overlap_chunks=2", "checkpoint.async=false"})
+                     {"parallel.tensor_parallel=1", "moe.capacity_factor=0", "moe.overlap_chunks=2", "checkpoint.async=true"})
                    .faults)
             .empty());
 }

@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "core/checkpoint.h"
+#include "core/checkpoint_saver.h"
 #include "core/export.h"
 #include "core/hf_names.h"
 #include "core/lora.h"
@@ -38,7 +38,7 @@ Saved saved(const core::Config& c, const TempFolder& folder) {
   Saved s{std::make_unique<core::Trainer>(c, parallel::solo(), Device::cpu, /*poison=*/true), ""};
   s.run->initialize();
   disturb(*s.run);
-  core::save_checkpoint(*s.run, folder / "run", 1);
+  core::CheckpointSaver(*s.run, folder / "run", 1).save();
   s.checkpoint = core::latest_checkpoint(folder / "run");
   return s;
 }

@@ -6,7 +6,7 @@
 #include <fstream>
 #include <limits>
 
-#include "core/checkpoint.h"
+#include "core/checkpoint_saver.h"
 #include "core/export.h"
 #include "io/files.h"
 #include "io/hdf5_file.h"
@@ -42,7 +42,7 @@ std::unique_ptr<core::Trainer> filled(const core::Config& c) {
   return t;
 }
 std::string saved(core::Trainer& t, const TempFolder& folder, const std::string& name) {
-  core::save_checkpoint(t, folder / name, 0);
+  core::CheckpointSaver(t, folder / name, 0).save();
   return core::latest_checkpoint(folder / name);
 }
 

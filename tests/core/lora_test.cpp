@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "core/checkpoint.h"
+#include "core/checkpoint_saver.h"
 #include "core/export.h"
 #include "core/import.h"
 #include "core/plan.h"
@@ -266,7 +266,7 @@ TEST_CASE("a run of adapters resumes to the last bit, and other adapters are ano
     c.run.dtype = dtype;
     auto a = fresh(c), b = fresh(c);
     for (int s = 0; s < 3; ++s) a->step(synthetic_step(*a));
-    core::save_checkpoint(*a, folder.path(), 2);
+    core::CheckpointSaver(*a, folder.path(), 2).save();
     const std::string saved = core::latest_checkpoint(folder.path());
     core::load_checkpoint(*b, saved, true);
     for (int s = 0; s < 2; ++s) CHECK(a->step(synthetic_step(*a)).loss == b->step(synthetic_step(*b)).loss);
@@ -298,7 +298,7 @@ TEST_CASE("adapters start from a plain checkpoint, go on from their own, and are
   const TempFolder folder;
   const core::Config base = tiny_config(), c = with_adapters(base, kEverything, true);
   auto pretrained = disturbed(base);
-  core::save_checkpoint(*pretrained, folder / "plain", 1);
+  core::CheckpointSaver(*pretrained, folder / "plain", 1).save();
   auto adapted = std::make_unique<core::Trainer>(c, parallel::solo(), Device::cpu, true);
   core::initialize_from(*adapted, folder / "plain");
   CHECK(evaluate(*adapted).logits == evaluate(*pretrained).logits);
@@ -309,7 +309,7 @@ TEST_CASE("adapters start from a plain checkpoint, go on from their own, and are
       noise.init = core::Init::normal;
       core::initialize_rows(noise, 0.2, 11, adapted->params().update_rows(i), weight(*adapted, i));
     }
-  core::save_checkpoint(*adapted, folder / "lora", 1);
+  core::CheckpointSaver(*adapted, folder / "lora", 1).save();
   const Outcome want = evaluate(*adapted);
   core::Config wider = c;
   wider.lora->rank = 4;

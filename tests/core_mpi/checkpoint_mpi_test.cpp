@@ -6,7 +6,7 @@
 #include <map>
 #include <optional>
 
-#include "core/checkpoint.h"
+#include "core/checkpoint_saver.h"
 #include "core/together.h"
 #include "core/train_loop.h"
 #include "io/files.h"
@@ -154,6 +154,7 @@ TEST_CASE("20 steps are 8 steps, a stop of one rank, and the rest: metrics, expe
     folder.world().barrier();
     c.run.dir = folder / "through";
     CHECK(run(c) == ExitCode::done);
+    c.checkpoint = {.every = 3, .keep = 2, .async = true};  // which changes no number
     c.run.dir = folder / "stopped";
     int asked = 0;  // a signal that reaches one rank, before its ninth step
     CHECK(run(c, {.stop_requested = [&] { return ++asked == 9 && folder.world().rank() == 2; }}) == ExitCode::stopped);
@@ -175,45 +176,91 @@ TEST_CASE("20 steps are 8 steps, a stop of one rank, and the rest: metrics, expe
   }
 }
 
-TEST_CASE("what one layout saved, every other loads to the last bit, and the next loss agrees") {
-  const Layout one{1, 1, Sharding::full}, data{4, 1, Sharding::full}, expert{1, 4, Sharding::full}, both{2, 2, Sharding::full};
-  const Layout data_whole{4, 1, Sharding::none}, expert_optimizer{1, 4, Sharding::optimizer},
-      both_gradients{2, 2, Sharding::gradients};
-  const Layout both_resident{2, 2, Sharding::full, false}, pair{1, 2, Sharding::none};
-  struct Row {
-    Layout from;
-    std::vector<Layout> to;
-  };
+TEST_CASE("what any of nine layouts saved, every other loads to the last bit, and its next ten losses are those of the run that went on") {
+  const std::vector<Layout> layouts{{1, 1, Sharding::full},     {4, 1, Sharding::full},      {1, 4, Sharding::optimizer},
+                                    {2, 2, Sharding::full},     {2, 2, Sharding::gradients}, {2, 2, Sharding::none},
+                                    {2, 2, Sharding::full, false}, {1, 2, Sharding::none},   {4, 1, Sharding::none}};
   const SharedFolder folder;
   int number = 0;
-  for (const Row& r : {Row{one, {both, expert_optimizer, data_whole}}, Row{expert, {one, data, both_resident}},
-                       Row{both, {one, expert, both_gradients, pair}}, Row{data_whole, {both}}}) {
-    CAPTURE(r.from.data, r.from.expert, int(r.from.sharding));
-    const std::string saved = folder / ("row_" + std::to_string(number++)), path = saved + "/step_00000002";
-    Whole whole;
-    double want = 0;
-    {
-      core::Trainer t(config_of(DType::f64, r.from), world_of(r.from.ranks()), Device::cpu, /*poison=*/true);
-      t.initialize();
-      for (int s = 0; s < 2; ++s) t.step(synthetic_step(t));
-      // Worlds of fewer ranks train the same; one of them writes.
-      if (folder.world().rank() < r.from.ranks()) core::save_checkpoint(t, saved, 2);
-      folder.world().barrier();
-      whole = whole_tensors(path);
-      CHECK(differs(t, whole) == "");
-      want = t.step(synthetic_step(t)).loss;
-      CHECK(differs(t, whole) != "");
+  for (const bool tied : {false, true})
+    for (const Layout& from : layouts) {
+      CAPTURE(tied, from.data, from.expert, int(from.sharding), from.expert_sharding);
+      const auto job = [&](DType dtype, const Layout& l) {
+        core::Config c = config_of(dtype, l);
+        if (tied) c.model = tiny_linear_config().model;
+        c.model.num_hidden_layers = 4;
+        c.model.linear_attn.full_attn_layers = {4};
+        c.data.sequence_length = 16;
+        c.training.steps = 12;
+        c.training.gradient_accumulation = 4 / l.ranks();
+        return c;
+      };
+      // fp64: what is loaded goes on alike. bf16: masters beside the weights.
+      for (const DType dtype : {DType::f64, DType::bf16}) {
+        const std::string saved = folder / ("from_" + std::to_string(number++));
+        Whole whole;
+        std::vector<double> want;
+        const auto ten_losses = [](core::Trainer& t) {
+          std::vector<double> losses;
+          for (int s = 0; s < 10; ++s) losses.push_back(t.step(synthetic_step(t)).loss);
+          return losses;
+        };
+        {
+          core::Trainer t(job(dtype, from), world_of(from.ranks()), Device::cpu, /*poison=*/true);
+          t.initialize();
+          for (int s = 0; s < 2; ++s) t.step(synthetic_step(t));
+          // Worlds of fewer ranks train the same; one of them writes.
+          if (folder.world().rank() < from.ranks()) core::CheckpointSaver(t, saved, 2).save();
+          folder.world().barrier();
+          whole = whole_tensors(saved + "/step_00000002");
+          CHECK(differs(t, whole) == "");
+          if (dtype == DType::f64) want = ten_losses(t);
+          else t.step(synthetic_step(t));
+          CHECK(differs(t, whole) != "");
+        }
+        CHECK(std::count_if(whole.begin(), whole.end(), [](const auto& w) { return w.first.starts_with("master/"); }) >
+              (dtype == DType::bf16 ? 10 : -1));
+        for (const Layout& to : layouts) {
+          CAPTURE(to.data, to.expert, int(to.sharding), to.expert_sharding);
+          core::Trainer t(job(dtype, to), world_of(to.ranks()), Device::cpu, /*poison=*/true);
+          core::load_checkpoint(t, saved + "/step_00000002", true);
+          CHECK(differs(t, whole) == "");
+          const auto p = t.progress();
+          CHECK((p.step == 2 && p.updates == 2 && p.sequences == 8));
+          if (dtype != DType::f64) continue;
+          const auto losses = ten_losses(t);
+          CHECK(difference(losses, want, 1e-9) == "");
+          if (&to == &from) CHECK(losses == want);
+        }
+      }
     }
-    for (const Layout& to : r.to) {
-      CAPTURE(to.data, to.expert, int(to.sharding), to.expert_sharding);
-      core::Trainer t(config_of(DType::f64, to), world_of(to.ranks()), Device::cpu, /*poison=*/true);
-      core::load_checkpoint(t, path, true);
-      CHECK(differs(t, whole) == "");
-      CHECK(t.progress().step == 2);
-      CHECK(t.progress().updates == 2);
-      CHECK(t.progress().sequences == 16);
-      CHECK(difference({t.step(synthetic_step(t)).loss}, {want}, 1e-9) == "");
+}
+
+TEST_CASE("four ranks write beside training what they write at once, and files of frozen rows are shared by each") {
+  for (const bool adapters : {false, true}) {
+    const SharedFolder folder;
+    core::Config c = config_of(DType::bf16, {2, 2});
+    if (adapters) c.lora = core::LoraConfig{.target = {"attention", "shared"}};
+    core::Trainer t(c, world_of(4), Device::cpu, /*poison=*/true);
+    t.initialize();
+    core::CheckpointSaver once(t, folder / "once", 2), beside(t, folder / "beside", 2);
+    for (int s = 1; s <= 3; ++s) {
+      t.step(synthetic_step(t));
+      once.save();
+      beside.begin();
     }
+    beside.finish();
+    const std::string name = "/step_00000003";
+    const auto sums = [](const std::string& path) { return io::Hdf5File::open(path + "/checkpoint.h5").read_text("shards"); };
+    CHECK(sums(folder / "once" + name) == sums(folder / "beside" + name));
+    CHECK(whole_tensors(folder / "once" + name) == whole_tensors(folder / "beside" + name));
+    const std::string file = name + "/frozen_0000" + std::to_string(folder.world().rank()) + ".h5";
+    CHECK(fs::exists(folder / "beside" + file) == adapters);
+    if (adapters) CHECK(fs::hard_link_count(folder / "beside" + file) == 2);
+    CHECK(core::read_checkpoint_summary(folder / "beside" + name).shards.size() == (adapters ? 8 : 4));
+    core::Trainer other(c, world_of(4), Device::cpu, /*poison=*/true);
+    core::load_checkpoint(other, folder / "beside" + name, true);
+    CHECK(other.step(synthetic_step(other)).loss == t.step(synthetic_step(t)).loss);
   }
 }
 
@@ -224,7 +271,7 @@ TEST_CASE("every row of every tensor is in exactly one shard, and no hole in the
     t.initialize();
     const auto r = t.step(synthetic_step(t));
     CAPTURE(r.loss, r.grad_norm, int(r.skipped));
-    core::save_checkpoint(t, folder / "c", 2);
+    core::CheckpointSaver(t, folder / "c", 2).save();
     if (folder.world().rank() != 0) continue;  // the others wait for the folder's end
     const std::string path = folder / "c/step_00000001";
     const auto view = io::Hdf5File::open(path + "/checkpoint.h5");
@@ -257,7 +304,7 @@ TEST_CASE("a damaged shard is found by one rank and refused by all with the same
   const SharedFolder folder;
   core::Trainer t(config_of(DType::f32, {2, 2}), world_of(4), Device::cpu);
   t.initialize();
-  core::save_checkpoint(t, folder / "c", 2);
+  core::CheckpointSaver(t, folder / "c", 2).save();
   const std::string path = folder / "c/step_00000000", shard = path + "/shard_00002.h5";
   t.step(synthetic_step(t));
   std::vector<std::vector<double>> before;
@@ -275,31 +322,54 @@ TEST_CASE("a save that fails on one rank fails on all, and the checkpoint before
   const SharedFolder folder;
   core::Trainer t(config_of(DType::f32, {2, 2}), world_of(4), Device::cpu);
   t.initialize();
-  core::save_checkpoint(t, folder / "c", 2);
+  core::CheckpointSaver(t, folder / "c", 2).save();
   t.step(synthetic_step(t));
   std::string said;
   {
     const ShortFiles short_files(folder.world().rank() == 2 ? 10000 : RLIM_INFINITY);
-    said = error_of([&] { core::save_checkpoint(t, folder / "c", 2); });
+    said = error_of([&] { core::CheckpointSaver(t, folder / "c", 2).save(); });
   }
   CHECK(contains(said, "3: checkpoint step_00000001 was not saved, the one before is as it was: "));
   CHECK(fs::path(core::latest_checkpoint(folder / "c")).filename() == "step_00000000");
   CHECK(core::read_checkpoint_summary(core::latest_checkpoint(folder / "c")).step == 0);
   CHECK_FALSE(fs::exists(folder / "c/step_00000001"));
-  core::save_checkpoint(t, folder / "c", 2);
+  core::CheckpointSaver(t, folder / "c", 2).save();
   CHECK(core::read_checkpoint_summary(core::latest_checkpoint(folder / "c")).step == 1);
+}
+
+TEST_CASE("a write beside training that fails on one rank fails on all at the next advance and names its file") {
+  const SharedFolder folder;
+  core::Trainer t(config_of(DType::f32, {2, 2}), world_of(4), Device::cpu);
+  t.initialize();
+  core::CheckpointSaver saver(t, folder / "c", 2);
+  saver.begin();
+  t.step(synthetic_step(t));
+  {
+    saver.finish();
+    const ShortFiles short_files(folder.world().rank() == 2 ? 10000 : RLIM_INFINITY);
+    saver.begin();
+    t.step(synthetic_step(t));
+    const auto said = error_of([&] { saver.advance(); });
+    CHECK(contains(said, "3: checkpoint step_00000001 was not saved, the one before is as it was: " + folder / "c/step_00000001.partial/shard_00002.h5"));
+  }
+  CHECK(core::read_checkpoint_summary(core::latest_checkpoint(folder / "c")).step == 0);
+  folder.world().barrier();
+  CHECK_FALSE(fs::exists(folder / "c/step_00000001.partial"));
+  saver.begin();
+  saver.finish();
+  CHECK(core::read_checkpoint_summary(core::latest_checkpoint(folder / "c")).step == 2);
 }
 
 TEST_CASE("a checkpoint that latest could not be moved to is said to be complete, and is") {
   const SharedFolder folder;
   core::Trainer t(config_of(DType::f32, {2, 2}), world_of(4), Device::cpu);
   t.initialize();
-  core::save_checkpoint(t, folder / "c", 1);
+  core::CheckpointSaver(t, folder / "c", 1).save();
   t.step(synthetic_step(t));
   if (folder.world().rank() == 0) fs::create_directories(folder / "c/latest.part");
   folder.world().barrier();
   const std::string path = folder / "c/step_00000001";
-  const auto said = error_of([&] { core::save_checkpoint(t, folder / "c", 1); });
+  const auto said = error_of([&] { core::CheckpointSaver(t, folder / "c", 1).save(); });
   CHECK(contains(said, "3: checkpoint " + path + " is complete, but latest was not updated: "));
   CHECK(fs::path(core::latest_checkpoint(folder / "c")).filename() == "step_00000000");
   CHECK(core::read_checkpoint_summary(core::latest_checkpoint(folder / "c")).step == 0);

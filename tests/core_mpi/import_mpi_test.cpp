@@ -2,7 +2,7 @@
 #include <cstring>
 #include <filesystem>
 
-#include "core/checkpoint.h"
+#include "core/checkpoint_saver.h"
 #include "core/export.h"
 #include "core/import.h"
 #include "core/together.h"
@@ -35,7 +35,7 @@ TEST_CASE("four ranks export, import and start from either with the weights they
   auto& world = folder.world();
   core::Trainer source(config_of(parallel::Sharding::full, 3), parallel::mpi_world(), Device::cpu, /*poison=*/true);
   source.initialize();
-  core::save_checkpoint(source, folder / "run", 0);
+  core::CheckpointSaver(source, folder / "run", 0).save();
   const std::string checkpoint = folder / "run/step_00000000";
   core::export_folder(world, checkpoint, folder / "hf", {.file_bytes = 20000});
   core::import_folder(world, folder / "hf", folder / "imported");
@@ -73,7 +73,7 @@ TEST_CASE("an export or import that fails on one rank fails on all and leaves no
   auto& world = folder.world();
   core::Trainer source(config_of(parallel::Sharding::full, 3), parallel::mpi_world(), Device::cpu);
   source.initialize();
-  core::save_checkpoint(source, folder / "run", 0);
+  core::CheckpointSaver(source, folder / "run", 0).save();
   const std::string checkpoint = folder / "run/step_00000000";
   core::export_folder(world, checkpoint, folder / "hf", {.file_bytes = 20000});
   const ShortFiles full(world.rank() == 2 ? 5000 : RLIM_INFINITY);
