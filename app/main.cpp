@@ -64,6 +64,7 @@ int by_all_ranks(const std::function<ExitCode(parallel::Communicator&)>& body, i
   app::release_stop_signals();
   int code = 0;
   try {
+    session.check_launch();
     code = int(body(session.control()));
   } catch (const core::AgreedError& e) {
     code = int(e.code());

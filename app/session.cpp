@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +16,8 @@
 #include <mutex>
 #include <string>
 #include <vector>
+
+#include "core/together.h"
 
 namespace moetrain::app {
 namespace {
@@ -92,12 +95,46 @@ void open_log(int rank) {
 }
 
 bool started_by_launcher() {
-  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"})
+  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS"})
     if (std::getenv(name) != nullptr) return true;
   return false;
 }
 
-Session::Session(int& argc, char**& argv) : mpi_(argc, argv), control_(parallel::mpi_world()) {
+std::optional<Launch> launch_of(const std::function<const char*(const char*)>& environment) {
+  // mpirun may itself have been started by srun, so its own variables go first; SLURM_NTASKS stands in a batch script too, which is no rank.
+  struct Variables {
+    const char *launcher, *size, *rank;
+  };
+  constexpr Variables kKnown[] = {{"mpirun of Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"},
+                                  {"a launcher of PMI", "PMI_SIZE", "PMI_RANK"},
+                                  {"srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"}};
+  for (const Variables& known : kKnown) {
+    const char *size = environment(known.size), *rank = environment(known.rank);
+    if (size == nullptr || rank == nullptr) continue;
+    Launch launch{known.launcher, std::string(known.size) + " " + size + ", " + known.rank + " " + rank};
+    const auto read = [](const char* text, int& to) { return std::from_chars(text, text + std::strlen(text), to).ec == std::errc(); };
+    if (read(size, launch.size) && read(rank, launch.rank)) return launch;
+  }
+  return {};
+}
+
+void check_launch(const Launch& launch, int rank, int size) {
+  if (launch.size == size && launch.rank == rank) return;
+  throw Error(launch.launcher + " says " + launch.variables + ", but MPI says rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                  ": they do not know each other, and every process would be a run of its own. Start moetrain with `srun --mpi=pmix` (`srun "
+                  "--mpi=list` says what srun has), or with the mpirun of the MPI that it was built with, " + parallel::mpi_version(),
+              ExitCode::bad_job);
+}
+
+void Session::check_launch() {
+  if (launch_ && size() == 1 && launch_->rank > 0) spdlog::set_level(spdlog::level::off);  // where each is alone, the first speaks for all
+  core::together(control(), [&] {
+    if (launch_) app::check_launch(*launch_, rank(), size());
+  });
+}
+
+Session::Session(int& argc, char**& argv)
+    : launch_(launch_of([](const char* name) { return std::getenv(name); })), mpi_(argc, argv), control_(parallel::mpi_world()) {
   keep_stop_signals();  // again: network libraries that MPI loads put handlers of their own in place of ours
   open_log(rank());
   const int threads = share_of_cores(*control_);

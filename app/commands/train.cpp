@@ -86,6 +86,7 @@ ExitCode train(const TrainArguments& arguments, int& argc, char**& argv) {
   core::Config config;
   Ending ending;
   try {
+    session.check_launch();
     read_agreed(session, arguments, config, ending);
     const Device device = choose_device(session, config);
     const core::TrainOptions options{.resume = arguments.resume,

@@ -52,6 +52,21 @@ class InAFolder(unittest.TestCase):
         return json.loads((self.run_dir / "exit.json").read_text())
 
 
+class Launch(InAFolder):
+    def test_srun_without_a_way_to_mpi_is_one_error_and_no_run(self):
+        job = self.job()
+        said = []
+        for rank in range(2):
+            environment = {**os.environ, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2"}
+            result = call(job, env=environment)
+            self.assertEqual(result.returncode, 2, result.stdout + result.stderr)
+            said += result.stderr.splitlines()
+        self.assertEqual(len(said), 1, said)
+        for word in ("SLURM_STEP_NUM_TASKS 2", "MPI says rank 0 of 1", "srun --mpi=pmix"):
+            self.assertIn(word, said[0])
+        self.assertFalse(self.run_dir.exists())
+
+
 class CommandLine(InAFolder):
     def test_help_of_every_command_names_its_flags_and_an_example(self):
         flags = {
