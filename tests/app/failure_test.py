@@ -90,26 +90,31 @@ class Checkpoints(Failures):
         self.call(job, "--set", "parallel.expert_parallel=2", "--set", "parallel.sharding=none", ranks=2)
 
     def test_a_disk_without_space_ends_the_run_with_3_and_the_one_before_is_intact(self):
-        job = self.job(6, extra="checkpoint: {every: 2, keep: 0}\n")
-        self.call(job, "--stop-after", 2)
-        bytes_before = {path: path.read_bytes() for path in (self.checkpoints / "step_00000002").iterdir()}
-        most = max(len(content) for content in bytes_before.values()) - 4096
-        limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-        # Started by itself a rank makes files of its own for MPI, which are larger than a small shard.
-        result = subprocess.run(self.words(job), capture_output=True, text=True, check=False, preexec_fn=limit,
-                                env={**os.environ, "OMPI_MCA_ess_singleton_isolated": "1"})
-        self.assertEqual(result.returncode, 3, result.stdout + result.stderr)
-        self.assertEqual(len(result.stderr.splitlines()), 1, result.stderr)
-        for word in ("step_00000004 was not saved", "File too large"):
-            self.assertIn(word, result.stderr)
-        end = self.exit_json()
-        self.assertEqual((end["code"], end["rank"], end["step"]), (3, 0, 4))
-        self.assertIn("File too large", end["cause"])
-        self.assertIn("was not saved", (self.run_dir / "log.txt").read_text())
-        self.assertEqual(sorted(path.name for path in self.checkpoints.iterdir()), ["latest", "step_00000002"])
-        self.assertEqual(bytes_before, {path: path.read_bytes() for path in (self.checkpoints / "step_00000002").iterdir()})
-        self.call(job)
-        self.assertEqual((self.run_dir / "metrics.csv").read_text().count("\n"), 7)
+        # At once; beside the next step; and beside nothing, where the last step saves and only the end is left to tell.
+        for beside, every, steps in ((False, 2, 6), (True, 2, 6), (True, 4, 4)):
+            with self.subTest(beside=beside, steps=steps):
+                shutil.rmtree(self.run_dir, ignore_errors=True)
+                job = self.job(steps, extra=f"checkpoint: {{every: {every}, keep: 0, async: {str(beside).lower()}}}\n")
+                self.call(job, "--stop-after", 2)
+                bytes_before = {path: path.read_bytes() for path in (self.checkpoints / "step_00000002").iterdir()}
+                most = max(len(content) for content in bytes_before.values()) - 4096
+                limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+                # Started by itself a rank makes files of its own for MPI, which are larger than a small shard.
+                result = subprocess.run(self.words(job), capture_output=True, text=True, check=False, preexec_fn=limit,
+                                        env={**os.environ, "OMPI_MCA_ess_singleton_isolated": "1"})
+                self.assertEqual(result.returncode, 3, result.stdout + result.stderr)
+                self.assertEqual(len(result.stderr.splitlines()), 1, result.stderr)
+                for word in ("step_00000004 was not saved", "step_00000004.partial/", ".h5: cannot write: File too large"):
+                    self.assertIn(word, result.stderr)
+                end = self.exit_json()
+                self.assertEqual((end["code"], end["rank"]), (3, 0))
+                self.assertIn(end["step"], range(4, steps + 1) if beside else (4,))  # whenever the disk has answered
+                self.assertIn("File too large", end["cause"])
+                self.assertIn("was not saved", (self.run_dir / "log.txt").read_text())
+                self.assertEqual(sorted(path.name for path in self.checkpoints.iterdir()), ["latest", "step_00000002"])
+                self.assertEqual(bytes_before, {path: path.read_bytes() for path in (self.checkpoints / "step_00000002").iterdir()})
+                self.call(job)
+                self.assertEqual((self.run_dir / "metrics.csv").read_text().count("\n"), steps + 1)
 
     @unittest.skipUnless(os.geteuid() == 0 and shutil.which("mount"), "only root can make a small disk")
     def test_a_full_disk_is_the_same_under_two_ranks(self):
