@@ -4,8 +4,9 @@ import json
 import os
 import pathlib
 import subprocess
-import tempfile
 import unittest
+
+from in_a_folder import InAFolder
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts/moetrain.sbatch"
 SRUN = """#!/bin/bash
@@ -18,20 +19,14 @@ exit $(cat scontrol_code 2>/dev/null || echo 0)
 """
 
 
-class Requeue(unittest.TestCase):
+class Requeue(InAFolder):
     def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = pathlib.Path(folder.name)
+        super().setUp()
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-            path = self.root / "bin" / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-            path.chmod(0o755)
-        self.run_dir = self.root / "runs/big"
+            self.write(f"bin/{name}", text).chmod(0o755)
 
     def run_job(self, happens, *words, job_id="77", **environment):
-        (self.root / "what_happens").write_text(happens)
+        self.write("what_happens", happens)
         before = self.requeues()
         env = {**os.environ, "PATH": f"{self.root / 'bin'}:{os.environ['PATH']}", **environment}
         env.pop("SLURM_JOB_ID", None)
@@ -72,8 +67,7 @@ class Requeue(unittest.TestCase):
         self.assertEqual(self.run_job(self.ends(4, 2), "big.yaml", MAX_REQUEUES="3")[:2], (0, 1))  # submitted by hand once more
 
     def test_a_run_that_never_saves_is_given_up_too(self):
-        (self.run_dir).mkdir(parents=True)
-        (self.run_dir / "exit.json").write_text('{"code": 3}')  # of a run before, which says nothing about this one
+        self.write("runs/big/exit.json", '{"code": 3}')  # of a run before, which says nothing about this one
         lost = "exit 137"
         self.assertEqual([self.run_job(lost, "big.yaml", MAX_REQUEUES="2")[:2] for _ in range(3)], [(0, 1), (0, 1), (137, 0)])
 
@@ -87,7 +81,7 @@ class Requeue(unittest.TestCase):
     def test_what_is_not_to_be_is_said(self):
         self.assertEqual(self.run_job("exit 0")[:2], (2, 0))
         self.assertEqual(self.run_job("exit 0", "big.yaml", job_id="")[:2], (2, 0))
-        (self.root / "scontrol_code").write_text("1")
+        self.write("scontrol_code", "1")
         code, _, said = self.run_job(self.ends(5, 1), "big.yaml")
         self.assertEqual(code, 5)
         self.assertIn("scontrol could not queue job 77 again", said)
