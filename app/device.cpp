@@ -59,6 +59,7 @@ Device choose_device(Session& session, const core::Config& config) {
           throw Error("run.device: cuda, but no GPU is seen here" + visible() + "; nvidia-smi tells whether the driver sees one");
       });
       session.control().all_reduce(Tensor(&devices, DType::i64, {1}), parallel::Reduction::min);
+      if (automatic && config.moe.capacity_factor > 0) return on_cpu(session, " (moe.capacity_factor runs on the CPU only)");
       if (devices == 0) return on_cpu(session, " (no GPU is seen" + std::string(session.size() > 1 ? " by every rank)" : ")"));
       const std::string shared = shared_device(session);
       if (!shared.empty() && automatic) return on_cpu(session, " (" + shared + "; a GPU takes one rank)");

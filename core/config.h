@@ -124,11 +124,12 @@ struct LossConfig {
   IndexerStage indexer_stage = IndexerStage::sparse;
 };
 
+enum class Overflow : std::uint8_t { reroute, drop };
 enum class Balance : std::uint8_t { none, quantile, sign, auxiliary };
 enum class AuxiliaryScope : std::uint8_t { micro_batch, sequence, global_batch };
 struct MoeConfig {
   double capacity_factor = 0;
-  std::string overflow = "reroute";
+  Overflow overflow = Overflow::reroute;
   Balance balance = Balance::quantile;
   std::int64_t quantile_bins = 1000;
   double sign_rate = 1e-3;

@@ -302,9 +302,12 @@ void visit(V& v, LossConfig& c) {
 
 template <class V>
 void visit(V& v, MoeConfig& c) {
-  v.key("capacity_factor", c.capacity_factor, "rows an expert takes, in multiples of the mean; 0: no limit",
-        at_least(0).only_default("limit the rows of an expert"));
-  v.choice("overflow", c.overflow, {{"reroute", "reroute"}, {"drop", "drop"}}, "what happens to rows past the capacity");
+  v.key("capacity_factor", c.capacity_factor,
+        "rows that an expert takes at most in training, in multiples of the mean over a micro-batch of all ranks; on the CPU only; "
+        "0: no limit",
+        at_least(0));
+  v.choice("overflow", c.overflow, {{"reroute", Overflow::reroute}, {"drop", Overflow::drop}},
+           "what happens to rows past the capacity: the token's next-best expert with room, or nothing");
   v.choice("balance", c.balance,
            {{"quantile", Balance::quantile}, {"sign", Balance::sign}, {"auxiliary", Balance::auxiliary}, {"none", Balance::none}},
            "how the load of experts is evened out: a new bias from quantiles or in steps, a loss, or not at all");
@@ -317,8 +320,9 @@ void visit(V& v, MoeConfig& c) {
             {"global_batch", AuxiliaryScope::global_batch}},
            "auxiliary: over which tokens the load is taken");
   v.key("z_loss", c.z_loss, "weight of the squared log-sum-exp of router logits", at_least(0));
-  v.key("min_expert_batch", c.min_expert_batch, "rows an expert waits for before it computes",
-        size_from(0).only_default("hold rows back until an expert has enough"));
+  v.key("min_expert_batch", c.min_expert_batch, "only 0: grouped products take experts of any size at the speed of their tiles",
+        size_from(0).only_default("merge small experts: grouped products cut tiles to the rows an expert has, and padding would only "
+                                  "add to them"));
   v.key("overlap_chunks", c.overlap_chunks, "parts of a rank's experts: rows of one travel while others work; at most one an expert",
         size_from(1));
   v.key("max_rows", c.max_rows, "rows a rank may receive in a layer; 0: no limit",

@@ -1,11 +1,14 @@
 // moe.cpp -- the order of a MoE layer's operators and exchanges, forward and backward.
 #include "core/moe.h"
 
+#include <algorithm>
+
 #include "core/projection.h"
 #include "ops/balance.h"
 #include "ops/elementwise.h"
 #include "ops/permute.h"
 #include "ops/rmsnorm.h"
+#include "parallel/expert_capacity.h"
 
 namespace moetrain::core {
 Moe::Moe(const ModelConfig& m, ParamTable& table, int layer, int moe_index)
@@ -48,26 +51,66 @@ Moe::Moe(const ModelConfig& m, ParamTable& table, int layer, int moe_index)
   if (m.num_shared_experts > 0) shared_.emplace(m, table, layer, prefix + "shared_experts.", m.num_shared_experts * F_);
 }
 
-void Moe::route(Pass& pass, ConstTensor x, Kept& k, Tensor experts) const {
+namespace {
+
+// Decisions are one or two blocks of T rows (core/moe.h): the router's choice is the first, what slots got the last.
+template <class AnyTensor>
+AnyTensor chosen_of(AnyTensor decisions, std::int64_t T) {
+  return decisions.rows(0, T);
+}
+template <class AnyTensor>
+AnyTensor experts_of(AnyTensor decisions, std::int64_t T) {
+  return decisions.rows(decisions.shape[0] - T, decisions.shape[0]);
+}
+
+}  // namespace
+
+void Moe::route(Pass& pass, ConstTensor x, Kept& k, Tensor decisions) const {
   Scope scope(pass.ctx.scratch);
+  const Tensor chosen = chosen_of(decisions, pass.T()), experts = experts_of(decisions, pass.T());
   k.logits = pass.keep_real({pass.T(), E_});
   k.weights = pass.keep_real({pass.T(), K_});
   project(pass, router_, x, k.logits);
   const Tensor cutoff = pass.decided() ? Tensor{} : pass.scratch_real({pass.T()});
-  ops::router(pass.ctx, ops::RouterForward{.logits = k.logits,
-                                           .bias = pass.params.weight(bias_),
-                                           .rule = rule_,
-                                           .decided = pass.decided(),
-                                           .experts = experts,
-                                           .weights = k.weights,
-                                           .cutoff = cutoff});
-  if (pass.sums()) count(pass, k, experts, cutoff);
+  const auto weigh = [&](Tensor of, bool decided) {
+    ops::router(pass.ctx, ops::RouterForward{.logits = k.logits,
+                                             .bias = pass.params.weight(bias_),
+                                             .rule = rule_,
+                                             .decided = decided,
+                                             .experts = of,
+                                             .weights = k.weights,
+                                             .cutoff = decided ? Tensor{} : cutoff});
+  };
+  if (pass.decided()) {
+    weigh(experts, true);
+  } else {
+    weigh(chosen, false);
+    if (pass.limits_experts()) {
+      limit(pass, k, chosen, experts);
+      weigh(experts, true);
+    }
+  }
+  if (pass.sums()) count(pass, k, chosen, cutoff);
 }
 
-void Moe::count(Pass& pass, const Kept& k, ConstTensor experts, ConstTensor cutoff) const {
+void Moe::limit(Pass& pass, const Kept& k, ConstTensor chosen, Tensor experts) const {
+  const MoeConfig& moe = pass.config.moe;
+  const auto limited = parallel::limit_experts(pass.ctx, pass.everyone_on_host,
+                                               {.logits = k.logits,
+                                                .bias = pass.params.weight(bias_),
+                                                .rule = rule_,
+                                                .factor = moe.capacity_factor,
+                                                .reroute = moe.overflow == Overflow::reroute,
+                                                .chosen = chosen,
+                                                .experts = experts});
+  pass.rows.rerouted += limited.rerouted;
+  pass.rows.dropped += limited.dropped;
+}
+
+void Moe::count(Pass& pass, const Kept& k, ConstTensor chosen, ConstTensor cutoff) const {
   const auto& sums = pass.balance;
   const Tensor counts = sums.counts.rows(moe_index_, moe_index_ + 1).reshape({E_});
-  ops::expert_count(pass.ctx, ops::ExpertCount{.experts = experts, .counts = counts});
+  ops::expert_count(pass.ctx, ops::ExpertCount{.experts = chosen, .counts = counts});
   if (sums.histogram.present() && cutoff.present())
     ops::quantile_histogram(
         pass.ctx, ops::QuantileHistogram{
@@ -78,14 +121,14 @@ void Moe::count(Pass& pass, const Kept& k, ConstTensor experts, ConstTensor cuto
   if (sums.global.present()) {
     const Tensor global = sums.global.rows(moe_index_, moe_index_ + 1).reshape({E_});
     fill(pass.ctx.device(), global.data, 0, global.bytes());
-    ops::expert_count(pass.ctx, ops::ExpertCount{.experts = experts, .counts = global});
+    ops::expert_count(pass.ctx, ops::ExpertCount{.experts = chosen, .counts = global});
     pass.everyone.all_reduce(global, parallel::Reduction::sum);
   }
-  balance_losses(pass, k, experts, pass.losses.balance, {});
+  balance_losses(pass, k, chosen, pass.losses.balance, {});
 }
 
 // Adds the scaled auxiliary and z losses to `loss`, and their gradients to dlogits when it is given.
-void Moe::balance_losses(Pass& pass, const Kept& k, ConstTensor experts, Tensor loss, Tensor dlogits) const {
+void Moe::balance_losses(Pass& pass, const Kept& k, ConstTensor chosen, Tensor loss, Tensor dlogits) const {
   const MoeConfig& moe = pass.config.moe;
   if (moe.balance == Balance::auxiliary) {
     const std::int64_t whole[2] = {0, pass.T()};
@@ -95,7 +138,7 @@ void Moe::balance_losses(Pass& pass, const Kept& k, ConstTensor experts, Tensor 
         pass.ctx,
         ops::AuxiliaryLoss{
             .logits = k.logits,
-            .experts = experts,
+            .experts = chosen,
             .groups = by_sequence ? pass.batch.sequences : std::span<const std::int64_t>(whole),
             .counts = global ? ConstTensor(pass.balance.global.rows(moe_index_, moe_index_ + 1).reshape({E_})) : ConstTensor{},
             .scale =
@@ -131,11 +174,17 @@ void Moe::plan_exchange(Pass& pass, Kept& k) const {
   const std::int64_t slots = pass.T() * K_;
   std::vector<std::int64_t> balanced(std::size_t(E_), slots / E_);
   for (std::int64_t e = 0; e < slots % E_; ++e) ++balanced[std::size_t(e)];
-  k.plan = pass.exchange->plan(pass.ctx, pass.kept, balanced);
+  std::int64_t most = 0;  // with a limit a plan is for the fullest rank there can be
+  if (pass.limits_experts()) {
+    const std::int64_t n = pass.exchange->ranks(), local = E_ / n;
+    const auto places = parallel::expert_places(pass.config.moe.capacity_factor, slots * pass.everyone.size(), E_);
+    most = std::min(places * local, n * pass.T() * std::min(K_, local));
+  }
+  k.plan = pass.exchange->plan(pass.ctx, pass.kept, balanced, most);
 }
 
-// `meanwhile` runs while the first rows travel. A part leaves while the one before the last that left is worked on: two are on their
-// way at most, and the host is not held up before the first products.
+// `meanwhile` runs while the first rows travel. A part leaves while the one before the last that left is worked on: two are on
+// their way at most, and the host is not held up before the first products.
 template <class Meanwhile>
 void Moe::run_experts(Pass& pass, ConstTensor z, Kept& k, const Meanwhile& meanwhile) const {
   auto& ctx = pass.ctx;
@@ -146,14 +195,15 @@ void Moe::run_experts(Pass& pass, ConstTensor z, Kept& k, const Meanwhile& meanw
   ops::spread_rows(ctx, ops::SpreadRows{.x = z, .slot_row = k.slot_row, .rows = rows});
   plan_exchange(pass, k);
   const std::int64_t R = k.plan.received;
-  k.received = alone ? rows : pass.keep({R, Z_});
+  if (pass.sums()) pass.rows.received[std::size_t(moe_index_)] += R;
+  k.received = alone ? rows.rows(0, R) : pass.keep({R, Z_});
   k.gate = pass.keep({R, F_});
   k.up = pass.keep({R, F_});
   k.act = pass.keep({R, F_});
   k.returned = pass.keep({slots, Z_});
   const Tensor travelling = alone ? Tensor{} : pass.scratch({R, Z_}), out = alone ? k.returned : pass.scratch({R, Z_});
   const auto send = [&](std::size_t c) {
-    if (!alone && c < k.plan.parts.size()) pass.exchange->begin_out(k.plan, k.plan.parts[c], rows, travelling);
+    if (!alone && c < k.plan.parts.size()) pass.exchange->begin_out(k.plan, k.plan.parts[c], rows.rows(0, k.plan.sent), travelling);
   };
   send(0);
   meanwhile();
@@ -171,13 +221,13 @@ void Moe::run_experts(Pass& pass, ConstTensor z, Kept& k, const Meanwhile& meanw
   if (!alone) pass.exchange->finish_back();
 }
 
-void Moe::forward(Pass& pass, ConstTensor x, Kept& k, Tensor experts, Tensor y) const {
+void Moe::forward(Pass& pass, ConstTensor x, Kept& k, Tensor decisions, Tensor y) const {
   auto& ctx = pass.ctx;
   Scope scope(ctx.scratch);
   k.x = x;
-  route(pass, x, k, experts);
+  route(pass, x, k, decisions);
   const Tensor counts = ctx.scratch.take(DType::i64, {E_});  // held until they have arrived
-  sort(pass, k, experts, counts);
+  sort(pass, k, experts_of(decisions, pass.T()), counts);
   ConstTensor z = x;
   if (latent_) {
     const Tensor down = pass.scratch({pass.T(), Z_});
@@ -222,7 +272,8 @@ void Moe::run_experts_backward(Pass& pass, const Kept& k, ConstTensor dcombined,
                                                   .drows = dslots,
                                                   .dweights = dweights});
   const auto send = [&](std::size_t c) {
-    if (!alone && c < k.plan.parts.size()) pass.exchange->begin_out(k.plan, k.plan.parts[c], dslots, travelling);
+    if (!alone && c < k.plan.parts.size())
+      pass.exchange->begin_out(k.plan, k.plan.parts[c], dslots.rows(0, k.plan.sent), travelling);
   };
   send(0);
   meanwhile();
@@ -253,7 +304,7 @@ void Moe::run_experts_backward(Pass& pass, const Kept& k, ConstTensor dcombined,
   ops::collect_rows(ctx, ops::CollectRows{.rows = dslots, .slot_row = k.slot_row, .weights = {}, .y = dz});
 }
 
-void Moe::backward(Pass& pass, const Kept& k, ConstTensor experts, ConstTensor dy, Tensor dx) const {
+void Moe::backward(Pass& pass, const Kept& k, ConstTensor decisions, ConstTensor dy, Tensor dx) const {
   auto& ctx = pass.ctx;
   Scope scope(ctx.scratch);
   ConstTensor dcombined = dy;
@@ -282,9 +333,11 @@ void Moe::backward(Pass& pass, const Kept& k, ConstTensor experts, ConstTensor d
     ops::add(ctx, ops::Add{.x = dz, .y = dx});
 
   const Tensor dlogits = pass.scratch_real({pass.T(), E_}), counted = ctx.scratch.zeros(pass.real(), {1});
-  ops::router(ctx,
-              ops::RouterBackward{.dweights = dweights, .logits = k.logits, .experts = experts, .rule = rule_, .dlogits = dlogits});
-  balance_losses(pass, k, experts, counted, dlogits);
+  ops::router(
+      ctx,
+      ops::RouterBackward{
+          .dweights = dweights, .logits = k.logits, .experts = experts_of(decisions, pass.T()), .rule = rule_, .dlogits = dlogits});
+  balance_losses(pass, k, chosen_of(decisions, pass.T()), counted, dlogits);
   project_backward(pass, router_, dlogits, k.x, dx, true);
 }
 

@@ -2,6 +2,8 @@
 //
 //   p, e = router(W_r x)      z = W_down x (or x without a latent)      y_s = W2_e glu(W1_e z, W3_e z) for each chosen slot s
 //   r = sum_s p_s y_s (fixed order)      out = W_up RMSNorm(r) (or r) + shared(x)
+// With moe.capacity_factor a slot may get another expert than the router's choice, or none, before any row travels
+// (parallel/expert_capacity.h). Balance is fed with the choice: it sees the load that the limit hides.
 // Rows travel to their experts' ranks in the latent width, and back, with true counts, in parts: while one travels, experts work on
 // another, and the shared experts on what is theirs (parallel/expert_exchange.h).
 #pragma once
@@ -17,27 +19,29 @@ namespace moetrain::core {
 class Moe {
  public:
   struct Kept {
-    ConstTensor x;              // (T, D)
-    Tensor logits, weights;     // (T, E), (T, K) real
-    Tensor slot_row;            // (T, K) i64
+    ConstTensor x;           // (T, D)
+    Tensor logits, weights;  // (T, E), (T, K) real
+    Tensor slot_row;         // (T, K) i64
     parallel::ExchangePlan plan;
-    Tensor received;            // (R, Z) rows of the local experts, expert by expert; Z: width the experts see
-    Tensor gate, up, act;       // (R, F)
-    Tensor returned;            // (T K, Z) the experts' outputs, by slot_row
+    Tensor received;                      // (R, Z) rows of the local experts, expert by expert; Z: width the experts see
+    Tensor gate, up, act;                 // (R, F)
+    Tensor returned;                      // (T K, Z) the experts' outputs, by slot_row
     Tensor combined, combined_r, normed;  // (T, Z), (T) real, (T, Z)
     Mlp::Kept shared;
   };
   // moe_index: which MoE layer this is, from 0; the row of the balance sums.
   Moe(const ModelConfig& model, ParamTable& table, int layer, int moe_index);
-  Tensor take_decisions(Pass& pass) const { return pass.kept.take(DType::i32, {pass.T(), K_}); }  // experts (T, K) i32
-  void forward(Pass& pass, ConstTensor x, Kept& kept, Tensor experts, Tensor y) const;
-  void backward(Pass& pass, const Kept& kept, ConstTensor experts, ConstTensor dy, Tensor dx) const;
+  // (T, K) i32, the experts the router chose; where experts have a limited number of places another (T, K), what the slots got.
+  Tensor take_decisions(Pass& pass) const { return pass.kept.take(DType::i32, {(pass.limits_experts() ? 2 : 1) * pass.T(), K_}); }
+  void forward(Pass& pass, ConstTensor x, Kept& kept, Tensor decisions, Tensor y) const;
+  void backward(Pass& pass, const Kept& kept, ConstTensor decisions, ConstTensor dy, Tensor dx) const;
   int bias() const { return bias_; }
 
  private:
-  void route(Pass& pass, ConstTensor x, Kept& kept, Tensor experts) const;
-  void count(Pass& pass, const Kept& kept, ConstTensor experts, ConstTensor cutoff) const;
-  void balance_losses(Pass& pass, const Kept& kept, ConstTensor experts, Tensor loss, Tensor dlogits) const;
+  void route(Pass& pass, ConstTensor x, Kept& kept, Tensor decisions) const;
+  void limit(Pass& pass, const Kept& kept, ConstTensor chosen, Tensor experts) const;
+  void count(Pass& pass, const Kept& kept, ConstTensor chosen, ConstTensor cutoff) const;
+  void balance_losses(Pass& pass, const Kept& kept, ConstTensor chosen, Tensor loss, Tensor dlogits) const;
   void sort(Pass& pass, Kept& kept, ConstTensor experts, Tensor counts) const;
   void plan_exchange(Pass& pass, Kept& kept) const;
   template <class Meanwhile>

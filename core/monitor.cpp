@@ -7,22 +7,23 @@
 
 namespace moetrain::core {
 
-std::optional<ExpertLoad> expert_load(const std::vector<std::int64_t>& tokens, std::int64_t layers, std::int64_t experts) {
-  std::optional<ExpertLoad> worst;
+std::optional<Load> load_of(const std::vector<std::int64_t>& rows, std::int64_t layers, std::int64_t places) {
+  std::optional<Load> worst;
   for (std::int64_t l = 0; l < layers; ++l) {
-    std::vector<std::int64_t> load(tokens.begin() + l * experts, tokens.begin() + (l + 1) * experts);
+    std::vector<std::int64_t> load(rows.begin() + l * places, rows.begin() + (l + 1) * places);
     std::int64_t sum = 0;
     for (const auto n : load) sum += n;
     if (sum == 0) continue;
-    const double mean = double(sum) / double(experts);
+    const double mean = double(sum) / double(places);
     const auto fullest = std::max_element(load.begin(), load.end()) - load.begin();
     std::sort(load.begin(), load.end());
-    const double p95 = double(load[std::size_t(std::ceil(0.95 * double(experts))) - 1]) / mean;
-    const double max = double(load.back()) / mean, min = double(load.front()) / mean;
-    if (!worst) worst = ExpertLoad{max, p95, min, l, fullest};
-    if (max > worst->max) worst->max = max, worst->layer = l, worst->expert = fullest;
-    worst->p95 = std::max(worst->p95, p95);
-    worst->min = std::min(worst->min, min);
+    const auto quantile = [&](double share) { return double(load[std::size_t(std::ceil(share * double(places))) - 1]) / mean; };
+    const Load of{quantile(1), quantile(0.95), quantile(0.5), double(load.front()) / mean, l, fullest};
+    if (!worst) worst = of;
+    if (of.max > worst->max) worst->max = of.max, worst->layer = l, worst->place = fullest;
+    worst->p95 = std::max(worst->p95, of.p95);
+    worst->median = std::min(worst->median, of.median);
+    worst->min = std::min(worst->min, of.min);
   }
   return worst;
 }
@@ -35,12 +36,23 @@ struct Column {
   std::optional<double> value;
 };
 
+std::int64_t moe_layers(const Config& c, const StepResult& r) {
+  return c.model.num_experts > 0 ? std::int64_t(r.expert_tokens.size()) / c.model.num_experts : 0;
+}
+
 std::vector<Column> columns_of(const Config& c, const StepResult& r, const StepMeasures& m) {
-  const auto moe_layers = c.model.num_experts > 0 ? std::int64_t(r.expert_tokens.size()) / c.model.num_experts : 0;
-  const auto load = moe_layers > 0 ? expert_load(r.expert_tokens, moe_layers, c.model.num_experts) : std::nullopt;
-  auto of_load = [&](double ExpertLoad::*field) { return load ? std::optional<double>((*load).*field) : std::nullopt; };
+  const std::int64_t layers = moe_layers(c, r);
+  const auto experts = load_of(r.expert_tokens, layers, c.model.num_experts);
+  // Where rows stay on their rank, its load is that of its data.
+  const auto ranks = c.parallel.expert_parallel > 1 ? load_of(r.rank_rows, layers, m.ranks) : std::nullopt;
+  const auto field = [](const std::optional<Load>& load, double Load::*value) {
+    return load ? std::optional<double>((*load).*value) : std::nullopt;
+  };
+  const auto of_experts = [&](double Load::*value) { return field(experts, value); };
+  const auto of_ranks = [&](double Load::*value) { return field(ranks, value); };
   const std::optional<double> none;
   const auto loss = r.skipped == Skipped::no_labels ? none : std::optional(r.loss);
+  const auto limited = [&](std::int64_t slots) { return c.moe.capacity_factor > 0 && layers > 0 ? std::optional<double>(slots) : none; };
   return {{"step", double(r.step)},
           {"tokens", double(m.tokens_seen)},
           {"loss", loss},
@@ -55,10 +67,15 @@ std::vector<Column> columns_of(const Config& c, const StepResult& r, const StepM
           {"mfu", none},
           {"device_peak_bytes", double(m.device_peak_bytes)},
           {"host_peak_bytes", double(m.host_peak_bytes)},
-          {"expert_load_max", of_load(&ExpertLoad::max)},
-          {"expert_load_p95", of_load(&ExpertLoad::p95)},
-          {"expert_load_min", of_load(&ExpertLoad::min)},
-          {"dropped_tokens", none},
+          {"expert_load_max", of_experts(&Load::max)},
+          {"expert_load_p95", of_experts(&Load::p95)},
+          {"expert_load_median", of_experts(&Load::median)},
+          {"expert_load_min", of_experts(&Load::min)},
+          {"rank_load_max", of_ranks(&Load::max)},
+          {"rank_load_p95", of_ranks(&Load::p95)},
+          {"rank_load_median", of_ranks(&Load::median)},
+          {"dropped_tokens", limited(r.dropped)},
+          {"rerouted_tokens", limited(r.rerouted)},
           {"exposed_comm_ms", m.exposed_comm_seconds * 1e3},
           {"cache_hits", none},
           {"cache_bytes_host", none},
@@ -81,8 +98,7 @@ std::vector<std::optional<double>> metric_row(const Config& config, const StepRe
 }
 
 std::string step_line(const Config& c, const StepResult& r, const StepMeasures& m, double seconds_left) {
-  const auto moe_layers = c.model.num_experts > 0 ? std::int64_t(r.expert_tokens.size()) / c.model.num_experts : 0;
-  const auto load = expert_load(r.expert_tokens, moe_layers, c.model.num_experts);
+  const auto load = load_of(r.expert_tokens, moe_layers(c, r), c.model.num_experts);
   const int width = int(std::to_string(c.training.steps).size());
   char line[256], part[64], loss[32] = "no label";
   if (r.skipped != Skipped::no_labels) std::snprintf(loss, sizeof loss, "%8.4f", r.loss);
@@ -92,6 +108,10 @@ std::string step_line(const Config& c, const StepResult& r, const StepMeasures& 
   std::string text = line;
   if (load) {
     std::snprintf(part, sizeof part, "  load %5.2f", load->max);
+    text += part;
+  }
+  if (r.dropped > 0) {
+    std::snprintf(part, sizeof part, "  dropped %lld", static_cast<long long>(r.dropped));
     text += part;
   }
   const auto left = static_cast<long long>(seconds_left + 0.5);

@@ -8,12 +8,13 @@
 
 namespace moetrain::core {
 
-// Rows an expert got, over the mean of its layer: the worst figures of any layer. Empty without experts or rows.
-struct ExpertLoad {
-  double max = 0, p95 = 0, min = 0;
-  std::int64_t layer = 0, expert = 0;  // of max: MoE layer from 0
+// Rows of an expert or a rank over the mean of its layer: the worst figures of any layer, which are the largest max and p95, and
+// the smallest median and min. Empty without places or rows.
+struct Load {
+  double max = 0, p95 = 0, median = 0, min = 0;
+  std::int64_t layer = 0, place = 0;  // of max: MoE layer from 0; expert or rank
 };
-std::optional<ExpertLoad> expert_load(const std::vector<std::int64_t>& tokens, std::int64_t layers, std::int64_t experts);
+std::optional<Load> load_of(const std::vector<std::int64_t>& rows, std::int64_t layers, std::int64_t places);
 
 // What the loop measured around a step, of all ranks.
 struct StepMeasures {

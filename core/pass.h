@@ -1,6 +1,7 @@
 // pass.h -- what one forward or backward pass over one micro-batch has at hand; handed down from the step to every layer.
 #pragma once
 #include <span>
+#include <vector>
 
 #include "core/params.h"
 #include "ops/context.h"
@@ -34,9 +35,15 @@ struct LossSums {
 
 // What balancing needs of a step: exact integers of this rank.
 struct BalanceSums {
-  Tensor counts;     // (moe layers, E) i64, rows an expert was given
+  Tensor counts;     // (moe layers, E) i64, slots the router chose an expert for, whatever room it had
   Tensor histogram;  // (moe layers, E, bins) i64; absent unless balance is quantile
   Tensor global;     // (moe layers, E) i64, counts of this micro-batch on all ranks; absent unless the auxiliary loss wants them
+};
+
+// Where rows of a step went; on the host.
+struct RowSums {
+  std::vector<std::int64_t> received;      // (moe layers) rows the experts of this rank worked on
+  std::int64_t rerouted = 0, dropped = 0;  // slots of all ranks
 };
 
 enum class PassMode : std::uint8_t {
@@ -51,21 +58,25 @@ struct Pass {
   Stack& kept;  // what forward keeps for backward
   parallel::ShardedParams& params;
   const ParamTable& table;
-  parallel::ExpertExchange* exchange;  // null without experts
-  parallel::Communicator& everyone;    // the ranks that share a global batch
+  parallel::ExpertExchange* exchange;        // null without experts
+  parallel::Communicator& everyone;          // the ranks that share a global batch, in the order of their sequences
+  parallel::Communicator& everyone_on_host;  // the same, in host memory
   const Config& config;
   const MicroBatch& batch;
   Scales scales;
   LossSums losses;
   BalanceSums balance;
+  RowSums& rows;
   PassMode mode = PassMode::train;
-  DType dtype = DType::f32;  // of activations
+  DType dtype = DType::f32;      // of activations
   std::int64_t first_token = 0;  // of this rank's text in the run's: what dropout is a function of
 
   DType real() const { return real_of(dtype); }
   std::int64_t T() const { return batch.T(); }
   bool sums() const { return mode == PassMode::train || mode == PassMode::held; }
   bool decided() const { return mode == PassMode::recompute || mode == PassMode::held; }
+  // Evaluation sees the model as it will be used: its loss does not depend on what else is in a batch.
+  bool limits_experts() const { return config.moe.capacity_factor > 0 && mode != PassMode::evaluate; }
   Tensor keep(Shape shape) { return kept.take(dtype, shape); }
   Tensor keep_real(Shape shape) { return kept.take(real(), shape); }
   Tensor scratch(Shape shape) { return ctx.scratch.take(dtype, shape); }

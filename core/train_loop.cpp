@@ -272,9 +272,9 @@ class Run {
       spdlog::warn("step {}: loss {} or gradient norm {} is not finite; update skipped ({} in a row)", r.step, r.loss, r.grad_norm,
                    nonfinite_in_a_row_);
     if (layers == 0 || config_.monitor.expert_load_alert <= 0) return;
-    const auto load = expert_load(r.expert_tokens, layers, E);
+    const auto load = load_of(r.expert_tokens, layers, E);
     if (load && load->max > config_.monitor.expert_load_alert)
-      spdlog::warn("step {}: expert {} of MoE layer {} got {:.1f} times the mean load (alert at {})", r.step, load->expert,
+      spdlog::warn("step {}: expert {} of MoE layer {} got {:.1f} times the mean load (alert at {})", r.step, load->place,
                    load->layer, load->max, config_.monitor.expert_load_alert);
   }
 

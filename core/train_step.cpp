@@ -92,11 +92,13 @@ Pass Trainer::make_pass(const MicroBatch& batch, const Totals& totals, PassMode 
           .table = table_,
           .exchange = exchange_.get(),
           .everyone = *mesh_.world().data,
+          .everyone_on_host = *mesh_.world().control,
           .config = config_,
           .batch = batch,
           .scales = {one_over(totals.labels), one_over(totals.tokens), one_over(totals.sequences)},
           .losses = {lm_.view(), balance_.view(), indexer_.view()},
           .balance = {counts_.view(), histogram_.view(), global_counts_.view()},
+          .rows = rows_,
           .mode = mode,
           .dtype = config_.run.dtype};
 }
@@ -104,6 +106,7 @@ Pass Trainer::make_pass(const MicroBatch& batch, const Totals& totals, PassMode 
 void Trainer::zero_sums() {
   for (const OwnedTensor* t : {&lm_, &balance_, &indexer_, &counts_, &histogram_, &global_counts_})
     fill(memory_.device(), t->view().data, 0, t->view().bytes());
+  rows_ = {.received = std::vector<std::int64_t>(std::size_t(model_.moe_layers()), 0)};
 }
 
 void Trainer::reduce_losses(const Totals& totals, StepResult& result) {
@@ -131,10 +134,18 @@ void Trainer::reduce_losses(const Totals& totals, StepResult& result) {
 // Exact counts of the global batch, on every rank; the device's sums are left as they are.
 void Trainer::reduce_counts(StepResult& result) {
   const Tensor counts = counts_.view();
-  result.expert_tokens.assign(std::size_t(counts.count()), 0);
-  copy_to_host(memory_.device(), result.expert_tokens.data(), counts.data, counts.bytes());
-  if (!result.expert_tokens.empty())
-    mesh_.world().control->all_reduce(Tensor(result.expert_tokens.data(), DType::i64, counts.shape), parallel::Reduction::sum);
+  if (counts.count() == 0) return;
+  auto& control = *mesh_.world().control;
+  const auto all = std::size_t(counts.count()), ranks = std::size_t(control.size());
+  std::vector<std::int64_t> sums(all + rows_.received.size() * ranks, 0);
+  copy_to_host(memory_.device(), sums.data(), counts.data, counts.bytes());
+  for (std::size_t l = 0; l < rows_.received.size(); ++l) sums[all + l * ranks + std::size_t(control.rank())] = rows_.received[l];
+  control.all_reduce(Tensor(sums.data(), DType::i64, {std::int64_t(sums.size())}), parallel::Reduction::sum);
+  const auto end_of_counts = sums.begin() + counts.count();
+  result.expert_tokens.assign(sums.begin(), end_of_counts);
+  result.rank_rows.assign(end_of_counts, sums.end());
+  result.rerouted = rows_.rerouted;
+  result.dropped = rows_.dropped;
 }
 
 void Trainer::update_balance(const StepResult& result) {

@@ -11,7 +11,8 @@ namespace {
 
 // A job that leaves the device open is planned for a GPU where this build knows one: plans are made where no GPU is.
 Device planned_device(const Config& c) {
-  const bool cpu = c.run.device == DeviceChoice::cpu || c.run.dtype == DType::f64 || (c.run.device == DeviceChoice::automatic && !kHasCuda);
+  const bool cpu = c.run.device == DeviceChoice::cpu || c.run.dtype == DType::f64 || c.moe.capacity_factor > 0 ||
+                   (c.run.device == DeviceChoice::automatic && !kHasCuda);
   return cpu ? Device::cpu : Device::cuda;
 }
 

@@ -23,7 +23,9 @@ struct StepResult {
   double grad_norm = 0;  // global, before clipping
   double lr = 0;
   std::int64_t tokens = 0, label_tokens = 0;  // of the global batch
-  std::vector<std::int64_t> expert_tokens;    // (moe layers x experts) of the global batch
+  std::vector<std::int64_t> expert_tokens;    // (moe layers x experts) of the global batch, as the router chose
+  std::vector<std::int64_t> rank_rows;        // (moe layers x ranks) rows that a rank's experts worked on
+  std::int64_t rerouted = 0, dropped = 0;     // slots (tokens x experts a token) of all ranks and layers that met a full expert
   Skipped skipped = Skipped::no;
 };
 
@@ -90,6 +92,7 @@ class Trainer {
   std::unique_ptr<Optimizer> optimizer_;
   std::unique_ptr<parallel::ExpertExchange> exchange_;
   OwnedTensor lm_, balance_, indexer_, counts_, histogram_, global_counts_;
+  RowSums rows_;
   Progress progress_;
 };
 

@@ -1,7 +1,9 @@
 // permute.h -- tokens to rows sorted by expert and back, with a fixed order of every sum.
 //
 // Slot (t, k) is the k-th expert of token t. Sorted by expert, and within an expert by (t, k), slots become rows: expert e owns the
-// counts[e] rows after those of the experts below it. counts, and not a padded block, bound an expert; it may own none.
+// counts[e] rows after those of the experts below it. counts, and not a padded block, bound an expert; it may own none. A dropped
+// slot (its expert is negative, ops/router.h) has no row: slot_row is -1, spread copies and collect adds nothing for it, its
+// dweights are 0, and rows past those of all experts are neither read nor written. CUDA takes no dropped slots.
 //
 //   spread:   rows[slot_row[t,k]] = x[t]
 //   collect:  y[t] = (or +=) sum_k weights[t,k] rows[slot_row[t,k]]                                   k ascending
@@ -10,8 +12,9 @@
 // The gradient of spread is collect without weights (1 each); the gradient of collect without weights is spread.
 //
 // spread_rows and move_rows copy bits of any dtype. collect_rows sums in real (f32 for bf16, f64 for f64) and rounds once.
-// Everything is written but collect's y with `add`. Nothing aliases, but for drows, which may be rows. slot_row and to must name every row once,
-// experts numbers below E (on the CPU their ranges are checked). Bitwise repeatable for any number of threads.
+// Everything is written but collect's y with `add`. Nothing aliases, but for drows, which may be rows. slot_row names a row at most
+// once, to every row once, experts numbers below E (on the CPU their ranges are checked). Bitwise repeatable for any number of
+// threads.
 #pragma once
 #include "ops/context.h"
 

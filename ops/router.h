@@ -7,10 +7,13 @@
 //   cutoff[t]    = the (K+1)-th largest c of the kept groups; -infinity when they hold only K experts
 //   n[t]         = sum_k s[t,experts[t,k]] + 1e-20        (renormalize; k ascending)
 //   weights[t,k] = scaling * s[t,experts[t,k]] / n[t]     (else scaling * s[t,experts[t,k]])
+// A decided choice may have dropped slots (but on CUDA): experts[t,k] = ~e of an expert e whose places were taken (ops/capacity.h).
+// Such a slot has weight 0, and e still counts in n: the others weigh what they would have, and a token loses the dropped share.
+// Below, dweights of a dropped slot are 0.
 //
 //   q[t,k]  = s[t,experts[t,k]] / n[t]
 //   ds[t,k] = scaling / n[t] * ( dweights[t,k] - sum_j dweights[t,j] q[t,j] )        (else scaling * dweights[t,k])
-//   dlogits[t,experts[t,k]] = ds[t,k] s (1 - s);  0 for every expert that was not chosen; the bias has no gradient
+//   dlogits[t,experts[t,k]] = ds[t,k] s (1 - s), of a dropped slot at e;  0 for every other expert; the bias has no gradient
 //
 // All tensors are real (f32 or f64) and computed in their own type. Outputs are written and alias nothing. Rows are independent:
 // bitwise repeatable for any number of threads.

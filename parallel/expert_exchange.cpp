@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <numeric>
 
 #include "memory/range.h"
 #include "ops/permute.h"
@@ -67,7 +68,7 @@ std::span<const std::int64_t> ExpertExchange::fetched() {
   return on_host_;
 }
 
-ExchangePlan ExpertExchange::plan(ops::Context& ctx, Stack& kept, std::span<const std::int64_t> counts) {
+ExchangePlan ExpertExchange::plan(ops::Context& ctx, Stack& kept, std::span<const std::int64_t> counts, std::int64_t dry_rows) {
   check(std::int64_t(counts.size()) == experts_, "expert exchange: not one count an expert",
         {{"experts", experts_}, {"counts", std::int64_t(counts.size())}});
   const auto n = std::size_t(group_.size()), local = std::size_t(here());
@@ -75,8 +76,20 @@ ExchangePlan ExpertExchange::plan(ops::Context& ctx, Stack& kept, std::span<cons
   if (n > 1) {
     const std::vector<std::int64_t> sizes(n, std::int64_t(local * sizeof(std::int64_t)));
     control_.all_to_all(counts.data(), sizes, arriving.data(), sizes);
-    if (ctx.dry())  // nothing came: let every rank have the counts of this one
-      for (std::size_t i = 0; i < arriving.size(); ++i) arriving[i] = counts[std::size_t(group_.rank()) * local + i % local];
+    if (ctx.dry()) {  // nothing came
+      const std::size_t mine = std::size_t(group_.rank()) * local;
+      for (std::size_t i = 0; i < arriving.size(); ++i) arriving[i] = counts[mine + i % local];
+      if (dry_rows > 0) {  // what is not from here is from all others alike
+        const auto own = counts.subspan(mine, local);
+        std::int64_t left = std::max<std::int64_t>(dry_rows - std::accumulate(own.begin(), own.end(), std::int64_t(0)), 0);
+        auto places = std::int64_t((n - 1) * local);
+        for (std::size_t i = 0; i < arriving.size(); ++i)
+          if (i / local != std::size_t(group_.rank())) {
+            arriving[i] = left / places--;
+            left -= arriving[i];
+          }
+      }
+    }
   }
   for (std::size_t i = 0; i < arriving.size(); ++i)
     check(counts[i] >= 0 && arriving[i] >= 0, "expert exchange: negative count",

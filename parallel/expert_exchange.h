@@ -48,8 +48,8 @@ class ExpertExchange {
   void fetch(const ops::Context& ctx, ConstTensor counts);
   std::span<const std::int64_t> fetched();
   // Collective. counts (E): rows here for each expert. What a plan holds on the device is taken from `kept`. On Device::dry counts are
-  // taken as given.
-  ExchangePlan plan(ops::Context& ctx, Stack& kept, std::span<const std::int64_t> counts);
+  // taken as given, and `dry_rows` arrive, at least those from here; 0: as if every rank had these counts.
+  ExchangePlan plan(ops::Context& ctx, Stack& kept, std::span<const std::int64_t> counts, std::int64_t dry_rows = 0);
   // One rank: its own rows in expert order are what its experts get. offsets (E+1) i64 on the device: nothing comes to the host.
   static ExchangePlan stay(Tensor offsets, std::int64_t rows);
 

@@ -63,7 +63,7 @@ def first_difference(a, b, relative=None, absolute=None):
     """The first difference as text, or None; and how many rows were compared."""
     path_a, header_a, rows_a = metrics_of(a)
     path_b, header_b, rows_b = metrics_of(b)
-    columns = COLUMNS + sorted(c for c in set(header_a) | set(header_b) if c.startswith("expert_") or c == "dropped_tokens")
+    columns = COLUMNS + sorted(c for c in set(header_a) | set(header_b) if c.startswith("expert_") or c in ("dropped_tokens", "rerouted_tokens"))
     for column in columns:
         if (column in header_a) != (column in header_b):
             return f"column {column} is only in {path_a if column in header_a else path_b}", 0

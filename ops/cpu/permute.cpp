@@ -18,10 +18,12 @@ using cpu::acc_t;
 constexpr std::int64_t kWorthThreads = 1 << 16;  // elements
 constexpr std::int64_t kTile = 256;              // columns summed at once, so that a sum stays in the first cache
 
-void check_rows(ConstTensor rows, std::int64_t R) {
+// lowest: kDropped where a slot may have no row.
+constexpr std::int64_t kDropped = -1;
+void check_rows(ConstTensor rows, std::int64_t R, std::int64_t lowest) {
   const auto* row = rows.as<std::int64_t>();
   for (std::int64_t i = 0; i < rows.count(); ++i)
-    check(row[i] >= 0 && row[i] < R, "permute: not a row", {{"slot", i}, {"row", row[i]}, {"rows", R}});
+    check(row[i] >= lowest && row[i] < R, "permute: not a row", {{"slot", i}, {"row", row[i]}, {"rows", R}});
 }
 
 void copy_row(Tensor to, std::int64_t to_row, ConstTensor from, std::int64_t from_row) {
@@ -44,6 +46,7 @@ void collect(const CollectRows& a) {
       R sum[kTile] = {};
       const auto width = std::min(kTile, D - d0);
       for (std::int64_t k = 0; k < K; ++k) {
+        if (slot_row[t * K + k] < 0) continue;
         const T* row = rows + slot_row[t * K + k] * D + d0;
         const R w = weights ? weights[t * K + k] : R(1);
 #pragma omp simd
@@ -64,6 +67,8 @@ void collect_backward(const CollectRowsBackward& a) {
   for (std::int64_t t = 0; t < tokens; ++t) {
     const T* dy = a.dy.as<T>() + t * D;
     for (std::int64_t k = 0; k < K; ++k) {
+      dweights[t * K + k] = 0;
+      if (slot_row[t * K + k] < 0) continue;
       const T* row = a.rows.as<T>() + slot_row[t * K + k] * D;
       T* drow = a.drows.as<T>() + slot_row[t * K + k] * D;
       R dot = 0;
@@ -80,38 +85,40 @@ void collect_backward(const CollectRowsBackward& a) {
 
 void cpu::sort_slots(Context&, const SortSlots& a) {
   const auto E = a.counts.shape[0], slots = a.experts.count();
-  check_expert_ids(a.experts, E);
+  check_expert_ids(a.experts, E, Dropped::allowed);
   const auto* experts = a.experts.as<std::int32_t>();
   auto *row = a.slot_row.as<std::int64_t>(), *counts = a.counts.as<std::int64_t>();
   std::fill_n(counts, E, 0);
-  for (std::int64_t i = 0; i < slots; ++i) ++counts[experts[i]];
+  for (std::int64_t i = 0; i < slots; ++i)
+    if (experts[i] >= 0) ++counts[experts[i]];
   std::int64_t start = 0;
   for (std::int64_t e = 0; e < E; ++e) start += std::exchange(counts[e], start);
   if (a.offsets.present()) {
     auto* offsets = a.offsets.as<std::int64_t>();
     std::copy_n(counts, E, offsets);
-    offsets[E] = slots;
+    offsets[E] = start;
   }
-  for (std::int64_t i = 0; i < slots; ++i) row[i] = counts[experts[i]]++;
+  for (std::int64_t i = 0; i < slots; ++i) row[i] = experts[i] < 0 ? kDropped : counts[experts[i]]++;
   for (std::int64_t e = E - 1; e > 0; --e) counts[e] -= counts[e - 1];  // each is the end of its rows by now
 }
 
 void cpu::spread_rows(Context&, const SpreadRows& a) {
   const auto tokens = a.x.shape[0], K = a.slot_row.shape[1];
-  check_rows(a.slot_row, a.rows.shape[0]);
+  check_rows(a.slot_row, a.rows.shape[0], kDropped);
   const auto* slot_row = a.slot_row.as<std::int64_t>();
 #pragma omp parallel for schedule(static) if (a.rows.count() > kWorthThreads)
   for (std::int64_t t = 0; t < tokens; ++t)
-    for (std::int64_t k = 0; k < K; ++k) copy_row(a.rows, slot_row[t * K + k], a.x, t);
+    for (std::int64_t k = 0; k < K; ++k)
+      if (slot_row[t * K + k] >= 0) copy_row(a.rows, slot_row[t * K + k], a.x, t);
 }
 
 void cpu::collect_rows(Context&, const CollectRows& a) {
-  check_rows(a.slot_row, a.rows.shape[0]);
+  check_rows(a.slot_row, a.rows.shape[0], kDropped);
   with_storage(a.rows.dtype, [&](auto type) { collect<decltype(type)>(a); });
 }
 
 void cpu::collect_rows(Context&, const CollectRowsBackward& a) {
-  check_rows(a.slot_row, a.rows.shape[0]);
+  check_rows(a.slot_row, a.rows.shape[0], kDropped);
   with_storage(a.rows.dtype, [&](auto type) { collect_backward<decltype(type)>(a); });
 }
 
@@ -128,7 +135,7 @@ void cpu::place_runs(Context&, const PlaceRuns& a) {
 
 void cpu::move_rows(Context&, const MoveRows& a) {
   const auto R = a.x.shape[0];
-  check_rows(a.to, R);
+  check_rows(a.to, R, 0);
   const auto* to = a.to.as<std::int64_t>();
 #pragma omp parallel for schedule(static) if (a.x.count() > kWorthThreads)
   for (std::int64_t r = 0; r < R; ++r) copy_row(a.y, a.gather ? r : to[r], a.x, a.gather ? to[r] : r);

@@ -481,8 +481,13 @@ TEST_CASE(
                            "host_peak_bytes",
                            "expert_load_max",
                            "expert_load_p95",
+                           "expert_load_median",
                            "expert_load_min",
+                           "rank_load_max",
+                           "rank_load_p95",
+                           "rank_load_median",
                            "dropped_tokens",
+                           "rerouted_tokens",
                            "exposed_comm_ms",
                            "cache_hits",
                            "cache_bytes_host",
@@ -497,7 +502,8 @@ TEST_CASE(
       else
         CHECK(std::strtod(texts[i].c_str(), nullptr) == stored[i]);
   }
-  for (const char* name : {"mfu", "dropped_tokens", "cache_hits", "cache_bytes_host"}) CHECK(csv.column(name) == Names(9));
+  for (const char* name : {"mfu", "rank_load_max", "dropped_tokens", "rerouted_tokens", "cache_hits", "cache_bytes_host"})
+    CHECK(csv.column(name) == Names(9));
   CHECK(csv.column("eval_loss")[3] != "");
   CHECK(csv.column("eval_loss")[4] == "");
   CHECK(csv.column("eval_loss")[8] != "");

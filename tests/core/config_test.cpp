@@ -73,7 +73,7 @@ training: {steps: 20, micro_batch_size: 2, gradient_accumulation: 4, grad_clip: 
 optimizer: {lr: 0.01, betas: [0.8, 0.9], eps: 1e-6, weight_decay: 0.2}
 schedule: {name: wsd, warmup_steps: 5, min_lr: 0.001, decay_fraction: 0.5}
 loss: {seq_chunk: 7, vocab_chunk: 11, indexer_coefficient: 0.5, indexer_stage: dense}
-moe: {overflow: drop, balance: auxiliary, quantile_bins: 500, sign_rate: 0.01, auxiliary_coefficient: 0.2,
+moe: {capacity_factor: 1.25, overflow: drop, balance: auxiliary, quantile_bins: 500, sign_rate: 0.01, auxiliary_coefficient: 0.2,
       auxiliary_scope: micro_batch,
       z_loss: 0.3}
 memory: {activation_checkpointing: full}
@@ -171,7 +171,8 @@ monitor: {expert_load_alert: 4, profile_steps: 6}
   CHECK(c.loss.vocab_chunk == 11);
   CHECK(c.loss.indexer_coefficient == 0.5);
   CHECK(c.loss.indexer_stage == IndexerStage::dense);
-  CHECK(c.moe.overflow == "drop");
+  CHECK(c.moe.capacity_factor == 1.25);
+  CHECK(c.moe.overflow == core::Overflow::drop);
   CHECK(c.moe.balance == Balance::auxiliary);
   CHECK(c.moe.quantile_bins == 500);
   CHECK(c.moe.sign_rate == 0.01);

@@ -165,8 +165,27 @@ TEST_CASE(
   check_slopes(linear);
 }
 
+TEST_CASE("gradients with limited experts are the slopes of the loss, slots rerouted or dropped") {
+  for (const auto overflow : {core::Overflow::reroute, core::Overflow::drop})
+    for (const double factor : {1.0, 0.6}) {  // below 1 reroute drops too
+      core::Config c = tiny_config();
+      c.moe.capacity_factor = factor;
+      c.moe.overflow = overflow;
+      c.moe.balance = core::Balance::auxiliary;
+      c.moe.auxiliary_coefficient = 0.1;
+      check_slopes(c);
+    }
+  core::Config linear = tiny_linear_config();  // no norm after the experts: what a dropped slot leaves of the others shows
+  linear.moe.capacity_factor = 0.8;
+  linear.moe.overflow = core::Overflow::drop;
+  check_slopes(linear);
+}
+
 TEST_CASE("recomputation gives the losses, gradients and counts of keeping, to the last bit") {
-  for (const auto& base : {tiny_config(), tiny_linear_config()}) {
+  core::Config limited = tiny_config(), dropping = tiny_linear_config();
+  limited.moe.capacity_factor = dropping.moe.capacity_factor = 1;
+  dropping.moe.overflow = core::Overflow::drop;
+  for (const auto& base : {tiny_config(), tiny_linear_config(), limited, dropping}) {
     core::Config c = base;
     c.training.gradient_accumulation = 2;
     if (c.model.dsa) c.moe.balance = core::Balance::quantile;
@@ -179,6 +198,8 @@ TEST_CASE("recomputation gives the losses, gradients and counts of keeping, to t
       CHECK(x.grad_norm == y.grad_norm);
       CHECK(x.indexer_loss == y.indexer_loss);
       CHECK(x.expert_tokens == y.expert_tokens);
+      CHECK((x.rank_rows == y.rank_rows && x.dropped == y.dropped && x.rerouted == y.rerouted));
+      CHECK((x.dropped + x.rerouted > 0) == (c.moe.capacity_factor > 0));
       for (std::int64_t l = 0; l < a->model().moe_layers(); ++l) {
         std::int64_t sum = 0;
         for (std::int64_t e = 0; e < c.model.num_experts; ++e) sum += x.expert_tokens[std::size_t(l * c.model.num_experts + e)];

@@ -149,7 +149,7 @@ TEST_CASE("balance quantile and sign bring a skewed router towards even load; no
       t->set_progress({});  // the same batch again
       r = t->step(synthetic_step(*t));
     }
-    return core::expert_load(r.expert_tokens, t->model().moe_layers(), 8)->max;
+    return core::load_of(r.expert_tokens, t->model().moe_layers(), 8)->max;
   };
   const double skewed = worst_after(core::Balance::none, 1);
   CHECK(skewed > 3);
@@ -270,14 +270,56 @@ TEST_CASE("schedules: warm-up ends at the full rate, decay ends at the least, by
   CHECK(learning_rate(s, 1, 12, 12) == 1);
 }
 
+TEST_CASE("limited experts work on no more than their places, count what they turn away, and leave evaluation alone") {
+  core::Config c = tiny_config();
+  c.training.gradient_accumulation = 2;
+  const auto first_step = [](const core::Config& config) {
+    auto t = make(config);
+    const auto held_out = t->evaluate(synthetic_step(*t));
+    return std::pair{t->step(synthetic_step(*t)), held_out};
+  };
+  const auto [free, held_out] = first_step(c);
+  const std::int64_t layers = 4, E = 8, slots = free.tokens * c.model.num_experts_per_token;
+  CHECK(free.rank_rows == std::vector<std::int64_t>(4, slots));
+  c.moe.capacity_factor = 8;  // room for all at each
+  const auto wide = first_step(c).first;
+  CHECK(wide.loss == free.loss);
+  CHECK(wide.grad_norm == free.grad_norm);
+  CHECK(wide.dropped + wide.rerouted == 0);
+
+  c.moe.capacity_factor = 1;
+  const auto [rerouted, held_out_limited] = first_step(c);
+  CHECK(held_out_limited == held_out);
+  CHECK(rerouted.loss != free.loss);
+  CHECK(rerouted.rerouted > 0);
+  std::int64_t worked = 0;
+  for (const auto rows : rerouted.rank_rows) worked += rows;
+  CHECK(worked == layers * slots - rerouted.dropped);
+  CHECK(rerouted.dropped < rerouted.rerouted / 4);  // places are just enough, but an expert takes a token once
+
+  c.moe.overflow = core::Overflow::drop;
+  const auto dropped = first_step(c).first;
+  CHECK(dropped.rerouted == 0);
+  worked = 0;
+  for (const auto rows : dropped.rank_rows) worked += rows;
+  CHECK(worked == layers * slots - dropped.dropped);
+  // A layer's first choices are those of the free step, as long as nothing before it was limited; each micro-batch drops on its own.
+  std::int64_t least = 0;
+  for (std::int64_t e = 0; e < E; ++e) least += std::max<std::int64_t>(0, free.expert_tokens[std::size_t(e)] - slots / E);
+  CHECK(dropped.rank_rows[0] <= slots - least);
+  CHECK(std::equal(dropped.expert_tokens.begin(), dropped.expert_tokens.begin() + E, free.expert_tokens.begin()));
+}
+
 TEST_CASE("expert load is the worst layer's, by hand, and a collapse shows") {
-  const auto load = core::expert_load({2, 2, 2, 2, 8, 0, 0, 0}, 2, 4);
+  const auto load = core::load_of({2, 2, 2, 2, 8, 0, 0, 0}, 2, 4);
   REQUIRE(load);
   CHECK(load->max == 4);
   CHECK(load->min == 0);
+  CHECK(load->median == 0);
+  CHECK(core::load_of({5, 1, 3, 3}, 1, 4)->median == 1);  // of an even number the lower of the middle two
   CHECK(load->layer == 1);
-  CHECK(load->expert == 0);
-  CHECK_FALSE(core::expert_load({0, 0}, 1, 2));
+  CHECK(load->place == 0);
+  CHECK_FALSE(core::load_of({0, 0}, 1, 2));
 }
 
 TEST_CASE("a pattern that names no parameter is a fault of the job") {

@@ -20,6 +20,7 @@ constexpr std::int64_t kGlobalSequences = 8;
 struct Curve {
   std::vector<double> losses, norms;
   std::vector<std::int64_t> expert_tokens;  // of all steps
+  std::int64_t limited = 0;                 // slots rerouted or dropped
 };
 
 // Ranks [first, first + ranks) of the job's four, as a world of their own; collective over all four.
@@ -63,6 +64,7 @@ Curve run(const core::Config& c, std::unique_ptr<parallel::Communicator> world, 
     const auto r = t.step(synthetic_step(t, text));
     curve.losses.push_back(r.loss);
     curve.norms.push_back(r.grad_norm);
+    curve.limited += r.rerouted + r.dropped;
     curve.expert_tokens.insert(curve.expert_tokens.end(), r.expert_tokens.begin(), r.expert_tokens.end());
     // The same bits on every rank.
     std::vector<double> all(std::size_t(t.mesh().shape().ranks()));
@@ -79,6 +81,7 @@ void check_layout(const core::Config& base, const Curve& one, const Layout& l, d
   CHECK(difference(c.losses, one.losses, bound) == "");
   CHECK(difference(c.norms, one.norms, bound) == "");
   CHECK(c.expert_tokens == one.expert_tokens);
+  CHECK(c.limited == one.limited);
 }
 
 Curve one_rank(const core::Config& base) {
@@ -150,6 +153,22 @@ TEST_CASE("the auxiliary loss over the global batch gives the losses of one rank
   const Curve one = one_rank(base);
   for (const auto& [data, expert] : {std::pair{2, 1}, {1, 4}, {2, 2}})
     check_layout(base, one, {.data = data, .expert = expert, .micro_batch = kGlobalSequences / (data * expert)});
+}
+
+TEST_CASE("limited experts give the losses of one rank on every mesh: the micro-batch of all ranks decides") {
+  for (const auto overflow : {core::Overflow::reroute, core::Overflow::drop}) {
+    auto base = balanced(core::Balance::sign);
+    base.moe.capacity_factor = 1.1;
+    base.moe.overflow = overflow;
+    const Curve one = one_rank(base);
+    CHECK(one.limited > 0);
+    for (const auto& [data, expert] : {std::pair{2, 1}, {4, 1}, {1, 2}, {1, 4}, {2, 2}})
+      check_layout(base, one,
+                   {.data = data, .expert = expert, .micro_batch = kGlobalSequences / (data * expert), .recompute = data == 2, .parts = 2});
+    const Curve two = run(config_of(base, {.micro_batch = kGlobalSequences / 2}), parallel::solo());  // in two micro-batches
+    check_layout(base, two, {.data = 2, .expert = 2, .micro_batch = 1});
+    check_layout(base, two, {.data = 1, .expert = 4, .micro_batch = 1, .sharding = Sharding::none});
+  }
 }
 
 TEST_CASE("chunks of the loss change nothing: primes, tails and single rows") {

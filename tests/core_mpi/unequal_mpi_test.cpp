@@ -1,8 +1,11 @@
 // unequal_mpi_test.cpp -- ranks with unequal work: label counts, sequence lengths, experts that get everything or nothing.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
+#include "core/plan.h"
 #include "core/trainer.h"
+#include "parallel/expert_capacity.h"
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
 #include "tests/support/temp_folder.h"
@@ -22,6 +25,20 @@ std::vector<io::Batch> unequal(const core::Config& base) {
     all.push_back(synthetic_batch(c, n, 1));
   }
   for (auto& label : all[1].labels) label = -100;
+  return all;
+}
+
+// The same sequences as one batch.
+io::Batch joined(const std::vector<io::Batch>& batches) {
+  io::Batch all;
+  all.sequences = all.documents = {0};
+  for (const auto& b : batches) {
+    const auto base = std::int64_t(all.tokens.size());
+    all.tokens.insert(all.tokens.end(), b.tokens.begin(), b.tokens.end());
+    all.labels.insert(all.labels.end(), b.labels.begin(), b.labels.end());
+    for (std::size_t i = 1; i < b.sequences.size(); ++i) all.sequences.push_back(base + b.sequences[i]);
+    for (std::size_t i = 1; i < b.documents.size(); ++i) all.documents.push_back(base + b.documents[i]);
+  }
   return all;
 }
 
@@ -58,27 +75,76 @@ TEST_CASE("unequal lengths and label counts a rank give the step of one rank") {
   check_equal_to_one_rank(c, 1, 4);
 }
 
-TEST_CASE("a bias that sends every token to the experts of one rank leaves the others empty and changes no result") {
-  core::Config c = tiny_config();
-  auto skew = [](core::Trainer& t) {
-    for (const int id : t.model().router_biases()) {
-      const Tensor bias = t.params().stored(id, {0, 8});
-      for (int e = 0; e < 8; ++e)
-        bias.as<double>()[e] = e < 2 ? 10 : 0;  // both of a token's experts are on the first of four ranks
-    }
+TEST_CASE("tokens that all go to one expert or one rank's, or past some ranks, change no result, also where experts are limited") {
+  struct Skew {
+    std::int64_t per_token;
+    std::vector<double> bias;  // of the eight experts, two a rank
   };
-  const auto batches = unequal(c);
-  auto one = make(c, 1, 1, parallel::solo());
-  auto many = make(c, 1, 4, parallel::mpi_world());
-  skew(*one);
-  skew(*many);
-  const io::Batch mine[1] = {batches[std::size_t(many->mesh().data_coordinate())]};
-  for (int s = 0; s < 2; ++s) {
-    const auto x = one->step(batches), y = many->step(mine);
-    CHECK(y.expert_tokens[0] == y.tokens);
-    CHECK(y.expert_tokens[2] == 0);
-    CHECK(std::abs(x.loss - y.loss) <= 1e-10 * std::abs(x.loss));
-    CHECK(std::abs(x.grad_norm - y.grad_norm) <= 1e-10 * x.grad_norm);
+  for (const Skew& skew : {Skew{1, {0, 0, 0, 10, 0, 0, 0, 0}}, Skew{2, {10, 10, 0, 0, 0, 0, 0, 0}}, Skew{2, {9, 0, 0, 0, 9, 9, 0, 0}}})
+    for (const double factor : {0.0, 1.0, 2.5})
+      for (const auto overflow : {core::Overflow::reroute, core::Overflow::drop}) {
+        if (factor == 0 && overflow == core::Overflow::drop) continue;
+        CAPTURE(skew.per_token, factor, int(overflow));
+        core::Config c = tiny_config();
+        c.model.num_experts_per_token = skew.per_token;
+        c.moe.capacity_factor = factor;
+        c.moe.overflow = overflow;
+        const auto bias_of = [&](core::Trainer& t) {
+          for (const int id : t.model().router_biases())
+            std::copy(skew.bias.begin(), skew.bias.end(), t.params().stored(id, {0, 8}).as<double>());
+        };
+        const auto batches = unequal(c);
+        const auto whole = joined(batches);  // limits are those of the micro-batch of all ranks
+        auto one = make(c, 1, 1, parallel::solo());
+        auto many = make(c, 1, 4, parallel::mpi_world());
+        bias_of(*one);
+        bias_of(*many);
+        const io::Batch mine[1] = {batches[std::size_t(many->mesh().data_coordinate())]};
+        for (int s = 0; s < 2; ++s) {
+          const auto x = one->step({&whole, 1}), y = many->step(mine);
+          CHECK(std::abs(x.loss - y.loss) <= 1e-10 * std::abs(x.loss));
+          CHECK(std::abs(x.grad_norm - y.grad_norm) <= 1e-10 * x.grad_norm);
+          CHECK(x.expert_tokens == y.expert_tokens);
+          CHECK((x.dropped == y.dropped && x.rerouted == y.rerouted));
+          for (std::int64_t e = 0; e < 8; ++e)
+            if (skew.bias[std::size_t(e)] == 0) CHECK(y.expert_tokens[std::size_t(e)] == 0);
+          const std::int64_t places = parallel::expert_places(factor, y.tokens * skew.per_token, 8);
+          for (std::int64_t l = 0; l < 4; ++l) {
+            std::int64_t rows = 0;
+            for (int r = 0; r < 4; ++r) {
+              const auto of_rank = y.rank_rows[std::size_t(l * 4 + r)];
+              if (factor > 0) CHECK(of_rank <= 2 * places);
+              rows += of_rank;
+            }
+            CHECK(rows == x.rank_rows[std::size_t(l)]);
+          }
+          if (factor == 0) CHECK(y.rank_rows[3] == 0);
+          if (factor == 1) CHECK((overflow == core::Overflow::drop ? y.dropped : y.rerouted) > y.tokens);
+        }
+      }
+}
+
+TEST_CASE("with limited experts a step of the worst skew takes the memory of the plan, and without a limit more") {
+  for (const double factor : {0.0, 1.5}) {
+    core::Config c = tiny_config();
+    c.moe.capacity_factor = factor;
+    c.moe.overflow = core::Overflow::drop;
+    c.parallel.expert_parallel = 4;
+    const core::Plan plan = core::make_plan(c);
+    auto t = make(c, 1, 4, parallel::mpi_world());
+    for (const int id : t->model().router_biases()) {
+      const Tensor bias = t->params().stored(id, {0, 8});
+      for (int e = 0; e < 8; ++e) bias.as<double>()[e] = e < 2 ? 10 : 0;
+    }
+    for (int s = 0; s < 2; ++s) t->step(synthetic_step(*t));
+    const int rank = t->mesh().world().control->rank();
+    CAPTURE(factor, rank);
+    if (rank > 0)
+      CHECK(t->memory().peak() < plan.ranks[0].device_total);  // their experts got nothing
+    else if (factor > 0)
+      CHECK(t->memory().peak() == plan.ranks[0].device_total);  // both of its experts are full
+    else
+      CHECK(t->memory().peak() > plan.ranks[0].device_total);
   }
 }
 

@@ -2,6 +2,7 @@
 #include "ops/permute.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
@@ -59,6 +60,35 @@ TEST_CASE("permute sorts, spreads and collects a case worked by hand", "[ops][cp
                         .dy = dy, .rows = rows, .slot_row = slot_row, .weights = weights, .drows = drows, .dweights = dweights});
   CHECK(test::values_of(dweights) == std::vector<double>{1, 1, 4, 4, 11, 11});
   CHECK(test::values_of(drows) == std::vector<double>{10, 0, 0, 2, 30, 30, 1, 0, 3, 3, 0, 20});
+  CHECK(b.guards_hold());
+}
+
+TEST_CASE("dropped slots have no row: nothing is spread, collected or read for them", "[ops][cpu]") {
+  Bench b;
+  const auto experts = b.of(DType::i32, {3, 2}, {2, double(~0), 0, double(~3), double(~2), double(~0)});
+  const auto slot_row = b.empty(DType::i64, {3, 2}), counts = b.empty(DType::i64, {4}), offsets = b.empty(DType::i64, {5});
+  ops::sort_slots(b.context(), ops::SortSlots{.experts = experts, .slot_row = slot_row, .counts = counts, .offsets = offsets});
+  CHECK(test::values_of(counts) == std::vector<double>{1, 0, 1, 0});
+  CHECK(test::values_of(offsets) == std::vector<double>{0, 1, 1, 2, 2});
+  CHECK(test::values_of(slot_row) == std::vector<double>{1, -1, 0, -1, -1, -1});
+
+  const auto x = b.of(DType::f64, {3, 1}, {5, 6, 7}), rows = b.empty(DType::f64, {6, 1});
+  ops::spread_rows(b.context(), ops::SpreadRows{.x = x, .slot_row = slot_row, .rows = rows});
+  CHECK((Bench::get(rows, 0) == 6 && Bench::get(rows, 1) == 5));
+  for (std::int64_t r = 2; r < 6; ++r) CHECK(std::isnan(Bench::get(rows, r)));
+
+  const auto y = b.empty(DType::f64, {3, 1}), weights = b.of(DType::f64, {3, 2}, {2, 0, 3, 0, 0, 0});
+  ops::collect_rows(b.context(), ops::CollectRows{.rows = rows, .slot_row = slot_row, .weights = weights, .y = y});
+  CHECK(test::values_of(y) == std::vector<double>{10, 18, 0});
+  const auto drows = b.empty(DType::f64, {6, 1}), dweights = b.empty(DType::f64, {3, 2});
+  ops::collect_rows(b.context(),
+                    ops::CollectRowsBackward{
+                        .dy = x, .rows = rows, .slot_row = slot_row, .weights = weights, .drows = drows, .dweights = dweights});
+  CHECK(test::values_of(dweights) == std::vector<double>{25, 0, 36, 0, 0, 0});
+  CHECK((Bench::get(drows, 0) == 18 && Bench::get(drows, 1) == 10));
+  for (std::int64_t r = 2; r < 6; ++r) CHECK(std::isnan(Bench::get(drows, r)));
+  ops::collect_rows(b.context(), ops::CollectRows{.rows = drows, .slot_row = slot_row, .weights = {}, .y = y});
+  CHECK(test::values_of(y) == std::vector<double>{10, 18, 0});
   CHECK(b.guards_hold());
 }
 

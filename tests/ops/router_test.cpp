@@ -136,6 +136,35 @@ TEST_CASE("router agrees with a full stable sort at odd sizes", "[ops][cpu]") {
   }
 }
 
+TEST_CASE("a dropped slot weighs nothing and leaves the weights of the others, worked by hand and by its slope", "[ops][cpu]") {
+  Bench b;
+  const auto logits = b.of(DType::f64, {1, 4}, {0, kLog3, -kLog3, kLog9});
+  const auto experts = b.of(DType::i32, {1, 3}, {3, double(~1), 0}), weights = b.empty(DType::f64, {1, 3});
+  const bool renormalize = GENERATE(true, false);
+  const ops::RouterRule rule{.renormalize = renormalize, .scaling = 2};
+  const auto forward = [&] {
+    ops::router(
+        b.context(),
+        ops::RouterForward{.logits = logits, .bias = {}, .rule = rule, .decided = true, .experts = experts, .weights = weights});
+  };
+  forward();
+  const double n = renormalize ? 0.9 + 0.75 + 0.5 : 1;
+  CHECK(difference(test::values_of(weights), {2 * 0.9 / n, 0, 2 * 0.5 / n}, 1e-14) == "");
+  const auto dweights = b.of(DType::f64, {1, 3}, {0.3, 1e9, -0.7}), dlogits = b.empty(DType::f64, {1, 4});
+  ops::router(b.context(),
+              ops::RouterBackward{.dweights = dweights, .logits = logits, .experts = experts, .rule = rule, .dlogits = dlogits});
+  const auto loss = [&] {
+    forward();
+    return 0.3 * Bench::get(weights, 0) - 0.7 * Bench::get(weights, 2);
+  };
+  CHECK(test::slope_difference(loss, logits, dlogits, 1e-9) == "");
+  CHECK((Bench::get(dlogits, 1) != 0) == renormalize);
+  CHECK(Bench::get(dlogits, 2) == 0);
+  experts.as<std::int32_t>()[1] = ~4;
+  CHECK_THROWS_AS(forward(), Error);
+  CHECK(b.guards_hold());
+}
+
 TEST_CASE("router backward is the slope of router forward with experts decided", "[ops][cpu]") {
   const bool renormalize = GENERATE(true, false);
   const std::int64_t T = 5, E = 7, K = GENERATE(2, 3, 7);

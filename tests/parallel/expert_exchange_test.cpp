@@ -38,6 +38,13 @@ TEST_CASE("a dry rank plans for peers with its own counts and counts what would 
     const ExchangePlan plan = exchange.plan(ctx, kept, counts);
     CHECK(plan.sent == 10);
     CHECK(plan.received == 14);
+    {
+      Scope fuller(kept);
+      const ExchangePlan full = exchange.plan(ctx, kept, counts, 19);  // 7 from here, 12 from the other
+      CHECK(full.sent == 10);
+      CHECK(full.received == 19);
+      CHECK(full.parts.back().offsets.back() == (parts == 1 ? 19 : 10));
+    }
     if (parts == 1) {
       REQUIRE(plan.parts.size() == 1);
       CHECK(plan.parts[0].receive_rows == std::vector<std::int64_t>{7, 7});
@@ -52,7 +59,7 @@ TEST_CASE("a dry rank plans for peers with its own counts and counts what would 
     }
     CHECK(memory.now(Category::activations) == 512);  // 14 i64 and a table of at most 15, in lines of 256 bytes
     const auto counted = group->traffic().bytes_exchanged;
-    CHECK(counted == before + 2 * 8);
+    CHECK(counted == before + 2 * 2 * 8);
     const Tensor rows(nullptr, DType::f32, {10, 5}), travelling(nullptr, DType::f32, {14, 5});
     for (const auto& part : plan.parts) exchange.begin_out(plan, part, rows, travelling);
     CHECK(group->traffic().bytes_exchanged == counted + 3 * 5 * 4);
