@@ -70,7 +70,7 @@ int by_all_ranks(const std::function<ExitCode(parallel::Communicator&)>& body, i
     code = int(e.code());
     if (session.rank() == 0) failed(e.what(), e.code());
   } catch (const std::exception& e) {
-    session.abort(failed(e.what(), ExitCode::run_failed));
+    session.fail_alone(ExitCode::run_failed, e.what());
   }
   session.control().barrier();
   return code;

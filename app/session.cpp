@@ -55,21 +55,30 @@ class SplitSink final : public spdlog::sinks::base_sink<std::mutex> {
   std::string prefix_;
 };
 
-// Cores that the launcher lets this rank run on, shared with the ranks that may run on the same ones.
-int share_of_cores(parallel::Communicator& world) {
-  struct Place {
-    char host[256];
-    cpu_set_t cores;
-  };
-  Place mine{};
+// Where a rank runs: its host, and the cores there that the launcher lets it use.
+struct Seat {
+  char host[256];
+  cpu_set_t cores;
+};
+std::vector<Seat> seats(parallel::Communicator& world) {
+  Seat mine{};
   gethostname(mine.host, sizeof mine.host - 1);
-  CPU_ZERO(&mine.cores);
-  if (sched_getaffinity(0, sizeof mine.cores, &mine.cores) != 0) return 1;
-  std::vector<Place> all(std::size_t(world.size()));
+  if (sched_getaffinity(0, sizeof mine.cores, &mine.cores) != 0) CPU_ZERO(&mine.cores);
+  std::vector<Seat> all(std::size_t(world.size()));
   const parallel::Communicator::Gather piece{&mine, all.data(), sizeof mine};
   world.all_gather({&piece, 1});
-  const auto sharing = std::count_if(all.begin(), all.end(), [&](const Place& p) { return std::memcmp(&p, &mine, sizeof p) == 0; });
+  return all;
+}
+// Its cores, shared with the ranks that may run on the same ones.
+int share_of_cores(const std::vector<Seat>& all, const Seat& mine) {
+  const auto sharing = std::count_if(all.begin(), all.end(), [&](const Seat& s) { return std::memcmp(&s, &mine, sizeof s) == 0; });
   return std::max(1, CPU_COUNT(&mine.cores) / int(sharing));
+}
+
+std::unique_ptr<parallel::Watchdog> watch_over_others(double limit_s, const Session::Tell& tell) {
+  const auto launched = parallel::launched();
+  if (!launched || launched->ranks == 1) return nullptr;
+  return std::make_unique<parallel::Watchdog>(*launched, limit_s, tell);
 }
 
 }  // namespace
@@ -133,12 +142,28 @@ void Session::check_launch() {
   });
 }
 
-Session::Session(int& argc, char**& argv)
-    : launch_(launch_of([](const char* name) { return std::getenv(name); })), mpi_(argc, argv), control_(parallel::mpi_world()) {
+Session::Session(int& argc, char**& argv, double limit_s, Tell tell)
+    : launch_(launch_of([](const char* name) { return std::getenv(name); })),
+      tell_([tell = std::move(tell)](ExitCode code, const std::string& cause, int rank) {
+        if (tell) tell(code, cause, rank);
+        spdlog::error("{}{}", code == ExitCode::rank_lost ? "" : "rank " + std::to_string(rank) + ": ", cause);  // that names its ranks
+      }),
+      watchdog_(watch_over_others(limit_s, tell_)),
+      mpi_(argc, argv, journal()) {
   keep_stop_signals();  // again: network libraries that MPI loads put handlers of their own in place of ours
   open_log(rank());
-  const int threads = share_of_cores(*control_);
-  if (std::getenv("OMP_NUM_THREADS") == nullptr) omp_set_num_threads(threads);
+  control_ = parallel::mpi_world(parallel::kRoundBytes, journal());
+  const std::vector<Seat> all = seats(*control_);
+  const Seat& mine = all[std::size_t(rank())];
+  on_one_host_ = std::all_of(all.begin(), all.end(), [&](const Seat& s) { return std::strcmp(s.host, mine.host) == 0; });
+  if (std::getenv("OMP_NUM_THREADS") == nullptr) omp_set_num_threads(share_of_cores(all, mine));
+}
+
+void Session::fail_alone(ExitCode code, const std::string& cause) {
+  if (watchdog_ && code == ExitCode::rank_lost) watchdog_->lost(cause);
+  if (!watchdog_) tell_(code, cause, rank());
+  else if (!watchdog_->failed(code, cause)) spdlog::error("rank {}: {}", rank(), cause);
+  mpi_.abort(int(code));
 }
 
 }  // namespace moetrain::app

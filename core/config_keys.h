@@ -364,7 +364,7 @@ void visit(V& v, MonitorConfig& c) {
   v.key("profile_steps", c.profile_steps,
         "print a table of time by operator after this many steps, or at the end of a shorter run; 0: never", size_from(0));
   v.key("collective_timeout_s", c.collective_timeout_s, "seconds a rank waits for the others before it calls them lost",
-        positive().only_default("watch over collectives"));
+        positive());
 }
 
 template <class V>

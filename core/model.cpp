@@ -50,8 +50,10 @@ void Model::reduce_layer(Pass& pass, const Layout& layout, std::size_t l) const 
 
 void Model::forward(Pass& pass, const Layout& layout, Tensor logits, std::span<const Block::Decisions> held) {
   const bool training = pass.mode != PassMode::evaluate;
+  const auto phase = training ? parallel::Phase::forward : parallel::Phase::evaluate;
   const bool keep_layers = training && pass.config.memory.activation_checkpointing == Checkpointing::none;
   auto& params = pass.params;
+  pass.everyone.enter(phase);
   start_mark_ = pass.kept.mark();
   bank_ = {};
   layers_.assign(blocks_.size(), {});
@@ -65,6 +67,7 @@ void Model::forward(Pass& pass, const Layout& layout, Tensor logits, std::span<c
 
   for (std::size_t l = 0; l < blocks_.size(); ++l) {
     const Range range(("layer " + std::to_string(l) + " forward").c_str());
+    pass.everyone.enter(phase, int(l));
     LayerState& s = layers_[l];
     s.mark = pass.kept.mark();
     s.p_in = p;
@@ -79,6 +82,7 @@ void Model::forward(Pass& pass, const Layout& layout, Tensor logits, std::span<c
     p = s.p_out;
   }
 
+  pass.everyone.enter(phase);
   head_mark_ = pass.kept.mark();
   params.gather(layout.head);
   if (tied_) params.gather(layout.embedding);
@@ -101,6 +105,7 @@ std::size_t Model::lowest_trained(const parallel::ShardedParams& params, const L
 }
 
 void Model::backward(Pass& pass, const Layout& layout) {
+  pass.everyone.enter(parallel::Phase::backward);
   Scope scope(pass.ctx.scratch);
   auto& params = pass.params;
   for (std::size_t n = 0; n < bank_.rows.size(); ++n) {
@@ -118,6 +123,7 @@ void Model::backward(Pass& pass, const Layout& layout) {
   again.mode = PassMode::recompute;
   for (std::size_t l = blocks_.size(); l-- > lowest;) {
     const Range range(("layer " + std::to_string(l) + " backward").c_str());
+    pass.everyone.enter(parallel::Phase::backward, int(l));
     LayerState& s = layers_[l];
     gather_layer(pass, layout, l);
     if (l > lowest) prefetch_layer(pass, layout, l - 1);
@@ -128,6 +134,7 @@ void Model::backward(Pass& pass, const Layout& layout) {
     release_layer(pass, layout, l);
     pass.kept.release(s.mark);
   }
+  pass.everyone.enter(parallel::Phase::backward);
   if (!tied_) params.open(layout.embedding);
   const Tensor dtable = params.gradient(embedding_);
   if (dtable.present()) ops::embedding(pass.ctx, ops::EmbeddingBackward{.ids = pass.batch.tokens, .dy = dp, .dtable = dtable});

@@ -106,6 +106,7 @@ class Run {
   }
 
   ExitCode all_of_it() {
+    control_.enter(parallel::Phase::load);
     compare_jobs();
     together(control_, [&] { open_data(); });
     start();
@@ -214,6 +215,7 @@ class Run {
   }
 
   void one_step() {
+    control_.enter(parallel::Phase::step);
     const bool profiled = trainer_.progress().step - first_profiled() < config_.monitor.profile_steps;
     trainer_.context().times = profiled ? &times_ : nullptr;
     const auto start = std::chrono::steady_clock::now();
@@ -240,21 +242,40 @@ class Run {
       m.eval_loss = trainer_.evaluate(held_out_);
       if (!m.eval_loss && main_rank()) spdlog::warn("step {}: no label in what is read of data.eval", result.step);
     }
+    control_.enter(parallel::Phase::step);
     measure(result, m);
     together(control_, [&] { report(result, m); });
     if (profiled && run_steps_ == config_.monitor.profile_steps) report_times();
     if (config_.checkpoint.every > 0 && result.step % config_.checkpoint.every == 0) {
+      control_.enter(parallel::Phase::save);
       saved_step_ = result.step;
       config_.checkpoint.async ? saver_.begin() : saver_.save();
     }
   }
 
+  // What all ranks measured, and with it whether they all made the same collectives since the run began.
   void measure(const StepResult& result, StepMeasures& m) {
-    double worst[3] = {double(trainer_.memory().peak()), double(host_peak_bytes()), m.exposed_comm_seconds};
-    control_.all_reduce(Tensor(worst, DType::f64, {3}), parallel::Reduction::max);
-    m.device_peak_bytes = std::int64_t(worst[0]);
-    m.host_peak_bytes = std::int64_t(worst[1]);
-    m.exposed_comm_seconds = worst[2];
+    struct Measured {
+      std::int64_t device_peak_bytes, host_peak_bytes;
+      double exposed_comm_seconds;
+      std::uint64_t calls;
+    };
+    const Measured mine{trainer_.memory().peak(), host_peak_bytes(), m.exposed_comm_seconds,
+                        control_.journal() ? control_.journal()->balance() : 0};
+    std::vector<Measured> all(std::size_t(control_.size()));
+    const parallel::Communicator::Gather piece{&mine, all.data(), sizeof mine};
+    control_.all_gather({&piece, 1});
+    std::uint64_t calls = 0;
+    for (const Measured& one : all) {
+      m.device_peak_bytes = std::max(m.device_peak_bytes, one.device_peak_bytes);
+      m.host_peak_bytes = std::max(m.host_peak_bytes, one.host_peak_bytes);
+      m.exposed_comm_seconds = std::max(m.exposed_comm_seconds, one.exposed_comm_seconds);
+      calls += one.calls;
+    }
+    if (calls != 0) {
+      const auto found = parallel::find_difference(control_);
+      throw AgreedError(found.rank, found.text, ExitCode::rank_lost);
+    }
     m.model_flops = flops_per_token_ * double(result.tokens);
     m.ranks = control_.size();
     m.tokens_seen = trainer_.progress().tokens;
@@ -322,11 +343,13 @@ class Run {
 
   void finish(ExitCode code, const std::string& cause) {
     if (run_steps_ < config_.monitor.profile_steps) report_times();
+    control_.enter(parallel::Phase::save);
     saver_.finish();
     if (code != ExitCode::gave_up && saved_step_ != trainer_.progress().step) {
       saver_.save();
       saved_step_ = trainer_.progress().step;
     }
+    control_.enter(parallel::Phase::exit);
     together(control_, [&] {
       if (!main_rank()) return;
       io::write_exit(config_.run.dir, code, cause, std::nullopt, trainer_.progress().step);

@@ -16,6 +16,7 @@ double without_nan_sign(double x) { return std::isnan(x) ? std::numeric_limits<d
 }  // namespace
 
 StepResult Trainer::step(std::span<const io::Batch> micro_batches) {
+  mesh_.world().control->enter(parallel::Phase::step);
   const Totals totals = count(micro_batches);
   StepResult result;
   result.step = progress_.step + 1;
@@ -35,6 +36,7 @@ StepResult Trainer::step(std::span<const io::Batch> micro_batches) {
       model_.forward(pass, layout_);
       model_.backward(pass, layout_);
     }
+    mesh_.world().control->enter(parallel::Phase::step);
     params_->finish_gradients();
     reduce_losses(totals, result);
     result.grad_norm = without_nan_sign(optimizer_->norm(ctx_, *mesh_.world().control));

@@ -9,6 +9,7 @@
 
 #include "memory/device.h"
 #include "memory/tensor.h"
+#include "parallel/journal.h"
 
 namespace moetrain::parallel {
 
@@ -35,6 +36,11 @@ class Communicator {
   int rank() const { return rank_; }
   int size() const { return size_; }
   const Traffic& traffic() const { return traffic_; }
+  const std::shared_ptr<Journal>& journal() const { return journal_; }  // where its collectives are booked; null: nobody watches
+  Group twin() const;  // the same ranks, for another maker
+  void enter(Phase phase, int layer = -1) const {  // the place of the run that its next collectives belong to
+    if (journal_) journal_->at({phase, layer});
+  }
 
   struct Gather {      // one tensor of a batch of all-gathers
     const void* send;  // bytes
@@ -72,23 +78,33 @@ class Communicator {
   void broadcast(void* data, std::int64_t bytes, int root);
   void barrier();
   // The group of some of this group's ranks, in this order; every rank of this group calls it, each with the group it is in. On a
-  // device collectives of one lane run one after another, those of two beside each other.
+  // device collectives of one lane run one after another, those of two beside each other. A message names it.
   enum class Lane : std::uint8_t { sharding, exchange };
-  virtual std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane lane = Lane::sharding) = 0;
-  // On a device collectives are queued: the host waits here until they are done, the traffic then has their time. Ends the run when
-  // one failed or did not end in time. Nothing to do in host memory.
+  virtual std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane lane = Lane::sharding,
+                                                 const char* name = "group") = 0;
+  // On a device collectives are queued: the host waits here until they are done, the traffic then has their time. Nothing to do in
+  // host memory.
   virtual void settle() {}
-  // The host waits until reached() says so; on a device the run ends where a collective failed meanwhile, or where it takes too long.
-  virtual void wait_until(const std::function<bool()>& reached);
+  // The host waits until reached() says so. Throws where a collective on a device failed meanwhile.
+  void wait_until(const std::function<bool()>& reached);
 
  protected:
   enum class Waits : std::uint8_t { host, device };  // for the end of a call: its caller, or work queued later
-  Communicator(int rank, int size, Waits waits = Waits::host) : rank_(rank), size_(size), waits_(waits) {}
+  Communicator(int rank, int size, Waits waits = Waits::host, std::shared_ptr<Journal> journal = {}, Group group = {})
+      : rank_(rank), size_(size), waits_(waits), journal_(size > 1 ? std::move(journal) : nullptr), group_(group) {}
+  Group part_of(std::span<const int> members, const char* name);  // what a subgroup is booked as
+  Call note(Op op, std::int64_t count = 0, DType dtype = DType::none, std::uint64_t pieces = 0);
+  const Call& last_call() const { return noted_; }
   void add_exposed(Purpose purpose, double seconds) { traffic_.exposed_seconds[std::size_t(purpose)] += seconds; }
 
  private:
-  class Stopwatch;
+  class Waiting;
+  struct UnderWay {
+    Purpose purpose;
+    Call call;
+  };
   void check_idle() const;
+  virtual void look() const {}  // throws what is known to have failed
   virtual void do_begin_all_gather(std::span<const Gather> pieces) = 0;
   virtual void do_begin_reduce_scatter(std::span<const Scatter> pieces) = 0;
   virtual void do_all_reduce(Tensor values, Reduction reduction) = 0;
@@ -98,7 +114,10 @@ class Communicator {
   virtual void do_barrier() = 0;
   int rank_, size_;
   Waits waits_;
-  std::deque<Purpose> under_way_;  // the oldest first
+  std::shared_ptr<Journal> journal_;
+  Group group_;
+  Call noted_;  // last
+  std::deque<UnderWay> under_way_;  // the oldest first
   Traffic traffic_;
 };
 
@@ -106,10 +125,11 @@ std::unique_ptr<Communicator> solo(Device device = Device::cpu);  // one rank: c
 std::unique_ptr<Communicator> dry(int rank, int size);  // counts traffic, moves nothing (moetrain plan)
 // All ranks of the job, host memory; collective, needs a live MpiSession, which must outlive it. A collective stages and sends at
 // most round_bytes at a time, so that no count outgrows MPI's int and staging stays small.
-std::unique_ptr<Communicator> mpi_world(std::int64_t round_bytes = std::int64_t(64) << 20);
+inline constexpr std::int64_t kRoundBytes = std::int64_t(64) << 20;
+std::unique_ptr<Communicator> mpi_world(std::int64_t round_bytes = kRoundBytes, std::shared_ptr<Journal> journal = {});
 // The ranks of a host group, one GPU each, tensors on the device: NCCL on a stream a lane, in order with the default stream on both
 // sides. Collective; a group and its subgroups put their collectives on the streams in the one order in which the host called them.
 // A build without NCCL has groups of one rank only and refuses others.
-std::unique_ptr<Communicator> on_devices(std::unique_ptr<Communicator> host, double timeout_s = 600);
+std::unique_ptr<Communicator> on_devices(std::unique_ptr<Communicator> host);
 
 }  // namespace moetrain::parallel

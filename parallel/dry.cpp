@@ -7,7 +7,7 @@ namespace {
 class Dry final : public Communicator {
  public:
   Dry(int rank, int size) : Communicator(rank, size) {}
-  std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane) override {
+  std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane, const char*) override {
     for (std::size_t i = 0; i < members.size(); ++i)
       if (members[i] == rank()) return dry(int(i), int(members.size()));
     fail("subgroup: this rank is not a member", {{"rank", rank()}, {"members", std::int64_t(members.size())}});

@@ -1,6 +1,8 @@
 // mesh.cpp -- makes the groups of a mesh by listing the ranks that share coordinates.
 #include "parallel/mesh.h"
 
+#include <string>
+
 namespace moetrain::parallel {
 namespace {
 
@@ -13,9 +15,9 @@ std::vector<int> members(const MeshShape& shape, Same&& same) {
   return found;
 }
 
-Axis axis_of(Communicator& data, Communicator& control, const std::vector<int>& ranks,
+Axis axis_of(const char* name, Communicator& data, Communicator& control, const std::vector<int>& ranks,
              Communicator::Lane lane = Communicator::Lane::sharding) {
-  return {data.subgroup(ranks, lane), control.subgroup(ranks)};
+  return {data.subgroup(ranks, lane, name), control.subgroup(ranks, lane, (std::string(name) + " control").c_str())};
 }
 
 }  // namespace
@@ -42,15 +44,15 @@ Mesh::Mesh(MeshShape shape, std::unique_ptr<Communicator> world, Device device) 
          {"ranks", world->size()}});
   here_ = coordinates_of(shape, world->rank());
   const auto me = here_;
-  world_.control = world->subgroup(members(shape, [](const Coordinates&) { return true; }));
+  world_.control = world->subgroup(members(shape, [](const Coordinates&) { return true; }), {}, "world control");
   world_.data = device == Device::cuda ? on_devices(std::move(world)) : std::move(world);
   Communicator &data = *world_.data, &control = *world_.control;
-  dense_ = axis_of(data, control, members(shape, [&](const Coordinates& c) { return c.tensor == me.tensor; }));
+  dense_ = axis_of("dense", data, control, members(shape, [&](const Coordinates& c) { return c.tensor == me.tensor; }));
   const auto share_the_experts = [&](const Coordinates& c) {
     return c.data == me.data && c.sequence == me.sequence && c.tensor == me.tensor;
   };
-  expert_ = axis_of(data, control, members(shape, share_the_experts), Communicator::Lane::exchange);
-  expert_data_ = axis_of(data, control, members(shape, [&](const Coordinates& c) { return c.expert == me.expert; }));
+  expert_ = axis_of("expert", data, control, members(shape, share_the_experts), Communicator::Lane::exchange);
+  expert_data_ = axis_of("expert data", data, control, members(shape, [&](const Coordinates& c) { return c.expert == me.expert; }));
 }
 
 void Mesh::settle() {

@@ -146,8 +146,8 @@ class OwnedComm {
 
 class Mpi final : public Communicator {
  public:
-  Mpi(std::unique_ptr<OwnedComm> comm, std::int64_t round_bytes, bool shared_cores)
-      : Communicator(comm->rank(), comm->size()),
+  Mpi(std::unique_ptr<OwnedComm> comm, std::int64_t round_bytes, bool shared_cores, std::shared_ptr<Journal> journal, Group group)
+      : Communicator(comm->rank(), comm->size(), Waits::host, std::move(journal), group),
         comm_(std::move(comm)),
         round_bytes_(round_bytes / kAlign * kAlign),
         shared_cores_(shared_cores) {
@@ -155,14 +155,21 @@ class Mpi final : public Communicator {
           {{"round_bytes", round_bytes}});
   }
 
-  std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane) override {
+  ~Mpi() override {  // freeing waits for the group
+    const Journal::Wait waiting(journal().get(), last_call());
+    comm_.reset();
+  }
+
+  std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane, const char* name) override {
     const auto me = std::find(members.begin(), members.end(), rank());
     check(me != members.end(), "subgroup: this rank is not a member",
           {{"rank", rank()}, {"members", std::int64_t(members.size())}});
+    const Journal::Wait waiting(journal().get(), note(Op::split));
     MPI_Comm part = MPI_COMM_NULL;
     // The groups of one call are disjoint, so the first member names a group.
     mpi_ok(MPI_Comm_split(comm_->get(), members[0], int(me - members.begin()), &part));
-    auto group = std::make_unique<Mpi>(std::make_unique<OwnedComm>(part), round_bytes_, shared_cores_);
+    auto group = std::make_unique<Mpi>(std::make_unique<OwnedComm>(part), round_bytes_, shared_cores_, journal(),
+                                       part_of(members, name));
     check(group->size() == int(members.size()), "subgroup: the ranks do not agree on the members",
           {{"listed", std::int64_t(members.size())}, {"came", group->size()}});
     return group;
@@ -303,12 +310,17 @@ class Mpi final : public Communicator {
 
 }  // namespace
 
-std::unique_ptr<Communicator> mpi_world(std::int64_t round_bytes) {
+std::unique_ptr<Communicator> mpi_world(std::int64_t round_bytes, std::shared_ptr<Journal> journal) {
+  int rank = 0, ranks = 0;
+  mpi_ok(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
+  mpi_ok(MPI_Comm_size(MPI_COMM_WORLD, &ranks));
+  Group group = group_of("world", journal ? journal->state().calls : 0, rank, ranks);
+  const Journal::Wait waiting(journal.get(), journal && ranks > 1 ? journal->note(group, Op::split) : Call{});
   MPI_Comm all = MPI_COMM_NULL;
   mpi_ok(MPI_Comm_dup(MPI_COMM_WORLD, &all));
   auto comm = std::make_unique<OwnedComm>(all);
   const bool shared_cores = ranks_share_cores(comm->get());
-  return std::make_unique<Mpi>(std::move(comm), round_bytes, shared_cores);
+  return std::make_unique<Mpi>(std::move(comm), round_bytes, shared_cores, std::move(journal), group);
 }
 
 }  // namespace moetrain::parallel

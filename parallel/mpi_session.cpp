@@ -29,13 +29,15 @@ void mpi_ok(int status, std::source_location where) {
     return;
   int kind = MPI_ERR_UNKNOWN;
   MPI_Error_class(status, &kind);
-  // MPI has no word for a peer that died: these are what it answers then. Others are mistakes in a call.
-  const bool peer_lost = kind == MPI_ERR_OTHER || kind == MPI_ERR_INTERN || kind == MPI_ERR_UNKNOWN;
+  // MPI has no word for a peer that died: these are what it answers then, and the last where one sends more than was asked for.
+  // Others are mistakes in a call.
+  const bool peer_lost = kind == MPI_ERR_OTHER || kind == MPI_ERR_INTERN || kind == MPI_ERR_UNKNOWN || kind == MPI_ERR_TRUNCATE;
   throw Error(std::string(where.file_name()) + ":" + std::to_string(where.line()) + ": MPI: " + text_of(status),
               peer_lost ? ExitCode::rank_lost : ExitCode::run_failed);
 }
 
-MpiSession::MpiSession(int& argc, char**& argv) {
+MpiSession::MpiSession(int& argc, char**& argv, std::shared_ptr<Journal> journal) : journal_(std::move(journal)) {
+  const Journal::Wait waiting(journal_.get(), {.op = Op::start});
   int provided = 0;
   mpi_ok(MPI_Init_thread(&argc, &argv, MPI_THREAD_SERIALIZED, &provided));
   check(provided >= MPI_THREAD_SERIALIZED, "mpi: this MPI cannot serve more than one thread", {{"level", provided}});
@@ -56,6 +58,7 @@ MpiSession::~MpiSession() {
     spdlog::warn("mpi: left without finalize because of an error");
     return;
   }
+  const Journal::Wait waiting(journal_.get(), {.place = {Phase::exit}, .op = Op::end});
   if (const int status = MPI_Finalize(); status != MPI_SUCCESS) spdlog::warn("mpi: finalize failed with status {}", status);
 }
 

@@ -2,13 +2,15 @@
 #pragma once
 #include <string>
 
+#include "parallel/journal.h"
+
 namespace moetrain::parallel {
 
 // One per process, made first and destroyed last. Sets MPI_ERRORS_RETURN, so that every status reaches mpi_ok; thread level
-// MPI_THREAD_SERIALIZED at least. Without a launcher it is a world of one.
+// MPI_THREAD_SERIALIZED at least. Without a launcher it is a world of one. A journal is told when it waits for the other ranks.
 class MpiSession {
  public:
-  MpiSession(int& argc, char**& argv);
+  MpiSession(int& argc, char**& argv, std::shared_ptr<Journal> journal = {});
   ~MpiSession();
   MpiSession(const MpiSession&) = delete;
   MpiSession& operator=(const MpiSession&) = delete;
@@ -18,6 +20,7 @@ class MpiSession {
   int local_size() const { return local_size_; }
   [[noreturn]] void abort(int exit_code);  // ends every rank: one rank's failure must not leave the others waiting
  private:
+  std::shared_ptr<Journal> journal_;
   int rank_ = 0, size_ = 1, local_rank_ = 0, local_size_ = 1;
 };
 

@@ -1,7 +1,6 @@
 // nccl.cpp -- collectives of device memory over NCCL, on a stream a lane beside the default one; host messages stay with MPI.
 #include <nccl.h>
 
-#include <chrono>
 #include <deque>
 #include <exception>
 #include <string>
@@ -14,8 +13,6 @@
 
 namespace moetrain::parallel {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 ncclDataType_t type_of(DType t) {
   switch (t) {
@@ -47,17 +44,17 @@ struct Queue {
 // or before anything waits for it, it must be there.
 class Nccl final : public Communicator {
  public:
-  Nccl(std::unique_ptr<Communicator> host, std::shared_ptr<Queue> queue, Lane lane, double timeout_s)
-      : Communicator(host->rank(), host->size(), Waits::device),
+  Nccl(std::unique_ptr<Communicator> host, std::shared_ptr<Queue> queue, Lane lane, Group group)
+      : Communicator(host->rank(), host->size(), Waits::device, host->journal(), group),
         host_(std::move(host)),
         queue_(std::move(queue)),
-        stream_(queue_->lanes[std::size_t(lane)].get()),
-        timeout_s_(timeout_s) {
+        stream_(queue_->lanes[std::size_t(lane)].get()) {
     ncclUniqueId id;
     if (rank() == 0) ok(ncclGetUniqueId(&id), "ncclGetUniqueId");
     host_->broadcast(&id, sizeof id, 0);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
+    const Journal::Wait waiting(journal().get(), note(Op::split));
     finish(ncclCommInitRankConfig(&comm_, size(), id, rank(), &config), "ncclCommInitRank");
     queue_->groups.push_back(this);
   }
@@ -65,19 +62,20 @@ class Nccl final : public Communicator {
     std::erase(queue_->groups, this);
     if (queue_->issuing == this) queue_->issuing = nullptr;
     if (!comm_) return;
+    const Journal::Wait waiting(journal().get(), last_call());
     // A rank that leaves by an exception does not wait for others that may be gone.
     if (std::uncaught_exceptions() > 0)
       ncclCommAbort(comm_);
     else
       ncclCommDestroy(comm_);
   }
-  std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane lane) override {
-    return make(host_->subgroup(members), queue_, lane, timeout_s_);
+  std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane lane, const char* name) override {
+    return make(host_->subgroup(members, lane, name), queue_, lane);
   }
-  static std::unique_ptr<Communicator> make(std::unique_ptr<Communicator> host, std::shared_ptr<Queue> queue, Lane lane,
-                                            double timeout_s) {
+  static std::unique_ptr<Communicator> make(std::unique_ptr<Communicator> host, std::shared_ptr<Queue> queue, Lane lane) {
     if (host->size() == 1) return solo(Device::cuda);
-    return std::make_unique<Nccl>(std::move(host), std::move(queue), lane, timeout_s);
+    const Group group = host->twin();
+    return std::make_unique<Nccl>(std::move(host), std::move(queue), lane, group);
   }
 
   void settle() override {
@@ -85,13 +83,6 @@ class Nccl final : public Communicator {
     wait_until([&] { return pending_.back().after.reached(); });
     for (const Span& span : pending_) add_exposed(span.purpose, double(span.after.ms_since(span.before)) * 1e-3);
     pending_.clear();
-  }
-  void wait_until(const std::function<bool()>& reached) override {
-    const auto start = Clock::now();
-    while (!reached()) {
-      for (const Nccl* group : queue_->groups) group->watch(start, "a collective");
-      std::this_thread::yield();
-    }
   }
 
  private:
@@ -110,26 +101,19 @@ class Nccl final : public Communicator {
     const char* more = ncclGetLastError(comm_);
     lost(std::string(call) + ": " + ncclGetErrorString(status) + (more && *more ? std::string(" (") + more + ")" : ""));
   }
-  void watch(Clock::time_point start, const char* call) const {
+  ncclResult_t state(const char* call) const {
     ncclResult_t state = ncclSuccess;
     ok(ncclCommGetAsyncError(comm_, &state), "ncclCommGetAsyncError");
     ok(state, call);
-    if (std::chrono::duration<double>(Clock::now() - start).count() > timeout_s_)
-      lost(std::string(call) + " did not end within " + std::to_string(int(timeout_s_)) +
-           " s: a rank is gone, late, or made another call");
+    return state;
+  }
+  void look() const override {
+    for (const Nccl* group : queue_->groups) group->state("a collective");
   }
   // Calls of a non-blocking communicator go on after they return; the next may only come when they are done.
   void finish(ncclResult_t status, const char* call) const {
     ok(status, call);
-    const auto start = Clock::now();
-    ncclResult_t state = ncclInProgress;
-    while (true) {
-      ok(ncclCommGetAsyncError(comm_, &state), "ncclCommGetAsyncError");
-      if (state != ncclInProgress) break;
-      watch(start, call);
-      std::this_thread::yield();
-    }
-    ok(state, call);
+    while (state(call) == ncclInProgress) std::this_thread::yield();
   }
 
   // Until the last collective of any group is on the stream.
@@ -209,7 +193,6 @@ class Nccl final : public Communicator {
   std::unique_ptr<Communicator> host_;
   std::shared_ptr<Queue> queue_;
   CUstream_st* stream_;
-  double timeout_s_;
   ncclComm_t comm_ = nullptr;
   std::deque<UnderWay> under_way_;
   std::deque<Span> pending_;
@@ -217,8 +200,8 @@ class Nccl final : public Communicator {
 
 }  // namespace
 
-std::unique_ptr<Communicator> on_devices(std::unique_ptr<Communicator> host, double timeout_s) {
-  return Nccl::make(std::move(host), std::make_shared<Queue>(), Communicator::Lane::sharding, timeout_s);
+std::unique_ptr<Communicator> on_devices(std::unique_ptr<Communicator> host) {
+  return Nccl::make(std::move(host), std::make_shared<Queue>(), Communicator::Lane::sharding);
 }
 
 }  // namespace moetrain::parallel

@@ -8,7 +8,7 @@ namespace {
 class Solo final : public Communicator {
  public:
   explicit Solo(Device device) : Communicator(0, 1), device_(device) {}
-  std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane) override {
+  std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane, const char*) override {
     check(members.size() == 1 && members[0] == 0, "subgroup: a group of one has only itself",
           {{"members", std::int64_t(members.size())}});
     return solo(device_);

@@ -179,8 +179,8 @@ class Signals(WholeRuns):
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
         self.assertNotEqual(process.returncode, 0)
-        if (self.run_dir / "exit.json").exists():  # the ranks had the time to save
-            self.assertEqual(self.exit_json()["code"], 5)
+        if (self.run_dir / "exit.json").exists():  # the ranks had the time to save, or one saw the other killed
+            self.assertIn(self.exit_json()["code"], (4, 5))
         self.call(job, *TWO, "--stop-after", 1, ranks=2)
         self.assertEqual(self.exit_json()["step"], self.steps_done())
 

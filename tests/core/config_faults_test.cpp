@@ -237,7 +237,6 @@ TEST_CASE("names of the job format that this version does not do are refused, ne
            {"optimizer.grad_dtype=bf16", "is 'bf16': known, but this version does not sum gradients in bf16"},
            {"moe.min_expert_batch=64",
             "is '64': known, but this version does not merge small experts: grouped products cut tiles to the rows an expert has"},
-           {"monitor.collective_timeout_s=30", "is '30': known, but this version does not watch over collectives"},
            {"moe.max_rows=100", "is '100': known, but this version does not limit the rows of a rank"},
            {"memory.activation_checkpointing=selective", "is 'selective': known, but this version does not choose what"},
            {"memory.cache.ops=[kda]", "known, but this version does not cache results"},
