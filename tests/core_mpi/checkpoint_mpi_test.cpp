@@ -188,8 +188,8 @@ TEST_CASE("what any of eight layouts saved, every other loads to the last bit, a
       const auto job = [&](DType dtype, const Layout& l) {
         core::Config c = config_of(dtype, l);
         if (tied) c.model = tiny_linear_config().model;
-        c.model.num_hidden_layers = 4;
-        c.model.linear_attn.full_attn_layers = {4};
+        c.model.num_hidden_layers = 2;
+        c.model.linear_attn.full_attn_layers = {2};
         c.data.sequence_length = 16;
         c.training.steps = 12;
         c.training.gradient_accumulation = 4 / l.ranks();
