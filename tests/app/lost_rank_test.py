@@ -76,7 +76,7 @@ class LostRanks(Runs):
         self.goes_on(job, *TWO, "--set", "model.hidden_size=1024", ranks=2)
 
     def test_killed_where_the_launcher_does_nothing(self):
-        """Started one by one, since mpirun ends the others by itself when one is killed."""
+        """mpirun, which would end the others by itself, is stopped meanwhile."""
         job = self.job()
         process, pids = self.under_way(job, *FOUR, "--set", "monitor.collective_timeout_s=600", ranks=4)
         os.kill(process.pid, signal.SIGSTOP)
@@ -100,10 +100,11 @@ class LostRanks(Runs):
             since = time.monotonic()
             result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
             self.assertEqual(result.returncode, 4, result.stdout + result.stderr)
-            self.assertLess(time.monotonic() - since, LIMIT + SLACK)
+            self.assertLess(time.monotonic() - since, LIMIT + 2 * SLACK)  # mpirun's start too
             told = [line for line in result.stderr.splitlines() if "rank 3 did not come within " in line]
             self.assertEqual(len(told), 1, result.stderr)
             self.assertIn("waiting in start of MPI", told[0])
+            self.assertLess(float(re.search(r"within ([0-9.]+) s", told[0])[1]), LIMIT + 1.5)
             end = self.exit_json()
             self.assertEqual((end["code"], end["rank"], end["step"]), (4, 3, None))
             shutil.rmtree(self.run_dir)
@@ -113,7 +114,7 @@ class LostRanks(Runs):
         job = self.job(steps=6, extra="checkpoint: {every: 1}\n")
         self.call(job, *TWO, ranks=2)
         lost = 0
-        for _ in range(6):
+        for _ in range(4):
             shutil.rmtree(self.run_dir)
             process = self.start(job, *TWO, ranks=2)
             wait_for(lambda: len(ranks_of(process.pid)) == 2, "two ranks")

@@ -259,12 +259,13 @@ TEST_CASE("router refuses what does not fit", "[ops][cpu]") {
   refused([&](auto& a) { a.decided = true, a.cutoff = b.empty(DType::f32, {2}); });
   refused([&](auto& a) { a.decided = true, a.experts = b.of(DType::i32, {2, 2}, {0, 1, 2, 6}); });
   const auto dweights = b.normal(DType::f32, {2, 2}), dlogits = b.empty(DType::f32, {2, 6});
-  CHECK_THROWS_AS(ops::router(b.context(), ops::RouterBackward{.dweights = dweights,
-                                                               .logits = logits,
-                                                               .experts = b.of(DType::i32, {2, 2}, {0, 1, -1, 2}),
-                                                               .rule = {},
-                                                               .dlogits = dlogits}),
-                  Error);
+  CHECK_THROWS_AS(
+      ops::router(b.context(), ops::RouterBackward{.dweights = dweights,
+                                                   .logits = logits,
+                                                   .experts = b.of(DType::i32, {2, 2}, {0, 1, -7, 2}),  // ~6: there is no expert 6
+                                                   .rule = {},
+                                                   .dlogits = dlogits}),
+      Error);
   CHECK_THROWS_AS(
       ops::router(
           b.context(),

@@ -18,7 +18,7 @@ using namespace moetrain::parallel;
 namespace {
 
 // One round a call, and rounds so short that every call needs many.
-constexpr std::int64_t kRoundBytes[] = {std::int64_t(64) << 20, 64, 8};
+constexpr std::int64_t kRounds[] = {std::int64_t(64) << 20, 64, 8};
 
 // A whole number that no other (collective, rank, place) has.
 double origin(int piece, int rank, std::int64_t i) { return 100000.0 * piece + 1000.0 * rank + double(i) + 1; }
@@ -51,7 +51,7 @@ TEST_CASE("a communicator is freed at its end, but not by a rank that leaves wit
 }
 
 TEST_CASE("all_gather of a batch brings every rank's piece to its place, empty ones too", "[parallel][mpi]") {
-  for (const auto round_bytes : kRoundBytes) {
+  for (const auto round_bytes : kRounds) {
     const auto world = mpi_world(round_bytes);
     const int n = world->size(), me = world->rank();
     const std::vector<std::int64_t> counts{5, 0, 1, 33};
@@ -95,7 +95,7 @@ TEST_CASE("all_gather may send from its own place in what it receives", "[parall
 }
 
 TEST_CASE("reduce_scatter of a batch of mixed types leaves each rank the sum of its part", "[parallel][mpi]") {
-  for (const auto round_bytes : kRoundBytes) {
+  for (const auto round_bytes : kRounds) {
     const auto world = mpi_world(round_bytes);
     const int n = world->size(), me = world->rank();
     constexpr std::int64_t kFloats = 7, kDoubles = 9, kInts = 3;
@@ -124,7 +124,7 @@ TEST_CASE("reduce_scatter of a batch of mixed types leaves each rank the sum of 
 }
 
 TEST_CASE("all_reduce gives the sum, the largest and the smallest of every element in every type", "[parallel][mpi]") {
-  for (const auto round_bytes : kRoundBytes)
+  for (const auto round_bytes : kRounds)
     for (const DType dtype : {DType::f32, DType::f64, DType::i32, DType::i64})
       for (const std::int64_t count : {0, 1, 3, 50, round_bytes > 64 ? 5001 : 203}) {
         const auto world = mpi_world(round_bytes);
@@ -185,7 +185,7 @@ TEST_CASE("all_reduce never loses a NaN of one rank", "[parallel][mpi]") {
 }
 
 TEST_CASE("all_to_all takes each part to its rank, whatever the sizes", "[parallel][mpi]") {
-  for (const auto round_bytes : kRoundBytes)
+  for (const auto round_bytes : kRounds)
     for (const int kind : {0, 1, 2, 3}) {
       const auto world = mpi_world(round_bytes);
       const int n = world->size(), me = world->rank();
@@ -215,7 +215,7 @@ TEST_CASE("all_to_all takes each part to its rank, whatever the sizes", "[parall
 }
 
 TEST_CASE("broadcast copies the root's bytes to every rank, for every root", "[parallel][mpi]") {
-  for (const auto round_bytes : kRoundBytes) {
+  for (const auto round_bytes : kRounds) {
     const auto world = mpi_world(round_bytes);
     for (int root = 0; root < world->size(); ++root)
       for (const std::int64_t count : {0, 1, 100}) {
