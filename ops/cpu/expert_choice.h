@@ -41,7 +41,7 @@ R biased_score(R logit, R bias) {
   return score == score ? score : -std::numeric_limits<R>::infinity();
 }
 
-// Finds the `most` best experts of one row of logits after another.
+// Finds the `most` best experts of one row of logits after another, or all there are.
 template <class R>
 class ExpertChoice {
  public:

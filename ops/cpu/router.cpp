@@ -29,7 +29,7 @@ void choose_experts(const RouterForward& a) {
   R* cutoff = a.cutoff.present() ? a.cutoff.as<R>() : nullptr;
 #pragma omp parallel if (T * E > kWorthThreads)
   {
-    cpu::ExpertChoice<R> choice(a.rule, E, K, bias);
+    cpu::ExpertChoice<R> choice(a.rule, E, K + 1, bias);  // and the cutoff
 #pragma omp for schedule(static)
     for (std::int64_t t = 0; t < T; ++t) {
       const auto& best = choice.best(logits + t * E);
