@@ -52,6 +52,7 @@ Device on_cpu(const Session& session, const std::string& why) {
 Device choose_device(Session& session, const core::Config& config) {
   const bool automatic = config.run.device == core::DeviceChoice::automatic;
   if constexpr (kHasCuda) {
+    if (automatic && config.parallel.sequence_parallel > 1) return on_cpu(session, " (sequence_parallel runs there only)");
     if (config.run.device != core::DeviceChoice::cpu && config.run.dtype != DType::f64) {
       std::int64_t devices = cuda::devices();
       core::together(session.control(), [&] {

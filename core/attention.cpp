@@ -16,7 +16,7 @@ Attention::Attention(const ModelConfig& m, ParamTable& table, int layer) : kind_
 
 Tensor Attention::take_decisions(Pass& pass) const {
   const auto* mla = std::get_if<AttentionMla>(&kind_);
-  const std::int64_t columns = mla ? mla->selected(pass.config, pass.batch.documents.longest()) : 0;
+  const std::int64_t columns = mla ? mla->selected(pass.config, pass.batch.documents.most_keys()) : 0;
   return columns > 0 ? pass.kept.take(DType::i32, {pass.T(), columns}) : Tensor{};
 }
 

@@ -1,7 +1,10 @@
 // attention_kda.cpp -- the order of the KDA sub-layer's operators, forward and backward.
 #include "core/attention_kda.h"
 
+#include <algorithm>
+
 #include "core/projection.h"
+#include "ops/elementwise.h"
 
 namespace moetrain::core {
 namespace {
@@ -12,10 +15,11 @@ AttentionKda::AttentionKda(const ModelConfig& m, ParamTable& table, int layer, c
     : N_(m.linear_attn.num_heads),
       H_(m.linear_attn.head_dim),
       P_(N_ * H_),
+      taps_(m.linear_attn.short_conv_kernel_size),
       full_gate_(m.linear_attn.use_full_rank_gate),
       lower_bound_(m.linear_attn.gate_lower_bound),
       norm_eps_(m.rms_norm_eps) {
-  const std::int64_t D = m.hidden_size, taps = m.linear_attn.short_conv_kernel_size;
+  const std::int64_t D = m.hidden_size;
   auto matrix = [&](const char* name, std::int64_t out, std::int64_t in) {
     return table.add({.name = prefix + name + ".weight", .shape = {out, in}, .layer = layer});
   };
@@ -24,7 +28,7 @@ AttentionKda::AttentionKda(const ModelConfig& m, ParamTable& table, int layer, c
   };
   auto stream = [&](const std::string& letter) {
     const int proj = matrix((letter + "_proj").c_str(), P_, D);
-    return Stream{proj, pinned(letter + "_conv1d.weight", {P_, 1, taps}, Init::fan_in)};
+    return Stream{proj, pinned(letter + "_conv1d.weight", {P_, 1, taps_}, Init::fan_in)};
   };
   q_ = stream("q");
   k_ = stream("k");
@@ -62,7 +66,61 @@ ops::KdaAttention AttentionKda::inputs(Pass& pass, const Kept& k) const {
           .l2_eps = kL2Eps,
           .norm_eps = norm_eps_,
           .documents = pass.batch.documents,
-          .initial_state = {}};
+          .initial_state = k.state,
+          .history = k.history};
+}
+
+// Calls body(stream, first row, end row, its rows in `tails`) for what the next rank's convolutions need of this one's q_in, k_in and
+// v_in: the last taps - 1 rows of each document that goes on there, or all that it has.
+template <class Body>
+void AttentionKda::for_each_tail(Pass& pass, Tensor tails, Body&& body) const {
+  const auto& documents = pass.batch.documents;
+  const std::int64_t B = pass.batch.B(), rows = taps_ - 1;
+  const Tensor all = tails.reshape({3 * B * rows, P_});
+  for (std::int64_t n = 0; n < documents.count(); ++n) {
+    if (documents.leaves(n) < 0) continue;
+    const std::int64_t end = documents.end(n), begin = std::max(documents.begin(n), end - rows);
+    for (std::int64_t stream = 0; stream < 3; ++stream) {
+      const std::int64_t last = (stream * B + documents.leaves(n) + 1) * rows;
+      body(stream, begin, end, all.rows(last - (end - begin), last));
+    }
+  }
+}
+
+// All ranks find their slices' maps of the state at once; only these travel, and each rank applies those before its own.
+void AttentionKda::enter_slices(Pass& pass, Kept& k) const {
+  auto& ctx = pass.ctx;
+  auto& sequence = *pass.sequence;
+  const std::int64_t B = pass.batch.B();
+  k.history = pass.keep({3, B, taps_ - 1, P_});
+  const Tensor state = pass.keep_real({B, N_, H_, H_});
+  Scope scope(ctx.scratch);
+  const Tensor tails = ctx.scratch.zeros(pass.dtype, k.history.shape), streams[3] = {k.q_in, k.k_in, k.v_in};
+  for_each_tail(pass, tails, [&](std::int64_t stream, std::int64_t begin, std::int64_t end, Tensor to) {
+    ops::copy(ctx, ops::Copy{.x = streams[stream].rows(begin, end), .y = to});
+  });
+  sequence.shift(ctx, 1, tails, k.history);
+  const Tensor map = pass.scratch_real({B, N_, H_, 2 * H_}), maps = pass.scratch_real({sequence.ranks() * B, N_, H_, 2 * H_});
+  ops::kda_attention(ctx, ops::KdaAttentionMap{.x = inputs(pass, k), .map = map});
+  sequence.gather(map, maps);
+  ops::kda_fold(ctx, ops::KdaFold{.maps = maps, .first = 0, .end = sequence.rank(), .state = state});
+  k.state = state;
+}
+
+// The gradient of the states that leave, by the slices behind; likewise.
+Tensor AttentionKda::leave_slices_backward(Pass& pass, const Kept& k, ConstTensor dnormed) const {
+  auto& ctx = pass.ctx;
+  auto& sequence = *pass.sequence;
+  const Tensor dstate = pass.scratch_real(k.state.shape);
+  Scope scope(ctx.scratch);
+  const std::int64_t B = pass.batch.B();
+  const Tensor map = pass.scratch_real({B, N_, H_, 2 * H_}), maps = pass.scratch_real({sequence.ranks() * B, N_, H_, 2 * H_});
+  ops::KdaAttention from_zero = inputs(pass, k);
+  from_zero.initial_state = {};
+  ops::kda_attention(ctx, ops::KdaAttentionMapBackward{.x = from_zero, .dy = dnormed, .o = k.o, .map = map});
+  sequence.gather(map, maps);
+  ops::kda_fold(ctx, ops::KdaFold{.maps = maps, .first = sequence.ranks() - 1, .end = sequence.rank(), .state = dstate});
+  return dstate;
 }
 
 void AttentionKda::forward(Pass& pass, ConstTensor x, Kept& k, Tensor y) const {
@@ -85,6 +143,7 @@ void AttentionKda::forward(Pass& pass, ConstTensor x, Kept& k, Tensor y) const {
     project_into(g_a_, x, k.gate_low, low);
     project_into(g_b_, k.gate_low, k.gate, wide);
   }
+  if (pass.sequence) enter_slices(pass, k);
   k.o = pass.keep(heads);
   k.normed = pass.keep(heads);
   ops::kda_attention(pass.ctx, ops::KdaAttentionForward{.x = inputs(pass, k), .o = k.o, .y = k.normed, .final_state = {}});
@@ -102,10 +161,12 @@ void AttentionKda::backward(Pass& pass, const Kept& k, ConstTensor dy, Tensor dx
     Scope normed(ctx.scratch);
     const Tensor dnormed = pass.scratch(wide), ddt_bias = pass.params.gradient(dt_bias_);
     project_backward(pass, o_proj_, dy, k.normed.reshape(wide), dnormed);
+    const Tensor dstate = pass.sequence ? leave_slices_backward(pass, k, dnormed.reshape(k.o.shape)) : Tensor{};
+    const Tensor dhistory = pass.sequence ? pass.scratch(k.history.shape) : Tensor{};
     ops::kda_attention(ctx, ops::KdaAttentionBackward{.x = inputs(pass, k),
                                                       .dy = dnormed.reshape(k.o.shape),
                                                       .o = k.o,
-                                                      .dfinal_state = {},
+                                                      .dfinal_state = dstate,
                                                       .dq_in = dq_in,
                                                       .dk_in = dk_in,
                                                       .dv_in = dv_in,
@@ -118,7 +179,15 @@ void AttentionKda::backward(Pass& pass, const Kept& k, ConstTensor dy, Tensor dx
                                                       .da_log = pass.params.gradient(a_log_),
                                                       .ddt_bias = ddt_bias.present() ? ddt_bias.reshape({N_, H_}) : ddt_bias,
                                                       .do_norm = pass.params.gradient(o_norm_),
-                                                      .dinitial_state = {}});
+                                                      .dinitial_state = {},
+                                                      .dhistory = dhistory});
+    if (pass.sequence) {
+      const Tensor tails = pass.scratch(dhistory.shape), streams[3] = {dq_in, dk_in, dv_in};
+      pass.sequence->shift(ctx, -1, dhistory, tails);
+      for_each_tail(pass, tails, [&](std::int64_t stream, std::int64_t begin, std::int64_t end, Tensor from) {
+        ops::add(ctx, ops::Add{.x = from, .y = streams[stream].rows(begin, end)});
+      });
+    }
   }
   auto back = [&](int projection, ConstTensor from, ConstTensor x, Tensor to, bool add) {
     project_backward(pass, projection, from, x, to, add);

@@ -20,6 +20,7 @@ class AttentionKda {
     Tensor f_low, f, b;       // (T, H), (T, P), (T, N)
     Tensor gate_low, gate;    // (T, H) with a low-rank gate, (T, P)
     Tensor o, normed;         // (T, N, H)
+    Tensor history, state;    // (3, B, taps - 1, P), (B, N, H, H) real: what enters this rank's slices; absent where sequences are whole
   };
   AttentionKda(const ModelConfig& model, ParamTable& table, int layer, const std::string& prefix);
   void forward(Pass& pass, ConstTensor x, Kept& kept, Tensor y) const;           // y (T, D) written
@@ -29,9 +30,13 @@ class AttentionKda {
   struct Stream {
     int proj, conv;
   };  // of q, k or v
+  void enter_slices(Pass& pass, Kept& kept) const;
+  Tensor leave_slices_backward(Pass& pass, const Kept& kept, ConstTensor dnormed) const;
+  template <class Body>
+  void for_each_tail(Pass& pass, Tensor tails, Body&& body) const;
   ops::KdaAttention inputs(Pass& pass, const Kept& kept) const;
 
-  std::int64_t N_, H_, P_;
+  std::int64_t N_, H_, P_, taps_;
   bool full_gate_;
   std::optional<double> lower_bound_;
   double norm_eps_;

@@ -68,23 +68,53 @@ std::int64_t AttentionMla::selected(const Config& config, std::int64_t longest) 
   return sparse(config) ? std::max<std::int64_t>(1, std::min(dsa_->index_topk, longest)) : 0;
 }
 
+std::int64_t AttentionMla::keys(const Pass& pass) const {
+  return pass.sequence ? pass.sequence->gathered_rows(pass.batch.sequences) : pass.T();
+}
+
+// In scratch of the context where they are gathered: the caller holds a Scope.
+AttentionMla::Keys AttentionMla::all_keys(Pass& pass, const Kept& k) const {
+  if (!pass.sequence) return {k.c, k.k_extra};
+  const auto gathered = [&](ConstTensor rows) {
+    const Tensor all = pass.scratch({keys(pass), rows.shape[1]});
+    pass.sequence->gather_rows(pass.ctx, pass.batch.sequences, rows, all);
+    return all;
+  };
+  const Tensor c = gathered(k.c);
+  return {c, gathered(k.k_extra)};
+}
+
+// For products whose rows are keys.
+Pass AttentionMla::of_keys(const Pass& pass) const {
+  Pass p = pass;
+  if (pass.sequence) p.text = pass.batch.gathered_text;
+  return p;
+}
+
+void AttentionMla::expand(Pass& pass, const Keys& all, Tensor kv) const {
+  Pass p = of_keys(pass);
+  project(p, kv_b_, all.c, kv.reshape({kv.shape[0], N_ * (Hn_ + Hv_)}));
+}
+
 // The indexer sees x and cq as constants. Its key norm's input is kept for the loss gradient.
 AttentionMla::IndexInputs AttentionMla::index_inputs(Pass& pass, ConstTensor x, Kept& k) const {
   const std::int64_t T = pass.T(), J = dsa_->index_n_heads, H = dsa_->index_head_dim;
   k.ki_in = pass.keep({T, H});
   k.ki_mean = pass.keep_real({T});
   k.ki_r = pass.keep_real({T});
-  IndexInputs in{pass.scratch({T, J, H}), pass.scratch({T, H}), pass.scratch_real({T, J})};
+  IndexInputs in{pass.scratch({T, J, H}), pass.scratch({keys(pass), H}), pass.scratch_real({T, J})};
+  const Tensor mine = pass.sequence ? pass.scratch({T, H}) : in.k;
   project(pass, index_.wq_b, k.cq, in.q.reshape({T, J * H}));
   project(pass, index_.wk, x, k.ki_in);
   ops::layernorm(pass.ctx,
                  ops::LayerNormForward{.x = k.ki_in,
                                        .w = pass.params.weight(index_.k_norm),
                                        .b = index_.k_norm_bias < 0 ? ConstTensor{} : pass.params.weight(index_.k_norm_bias),
-                                       .y = in.k,
+                                       .y = mine,
                                        .mean = k.ki_mean,
                                        .r = k.ki_r,
                                        .eps = dsa_->index_norm_eps});
+  if (pass.sequence) pass.sequence->gather_rows(pass.ctx, pass.batch.sequences, mine, in.k);
   project(pass, index_.weights_proj, x, in.weights);
   ops::scale(pass.ctx, ops::Scale{.factor = 1 / std::sqrt(double(J * H)), .y = in.weights});
   return in;
@@ -98,9 +128,10 @@ void AttentionMla::index_loss(Pass& pass, const IndexInputs& in, ConstTensor pro
   if (!for_backward && !pass.sums()) return;
   if (for_backward) {
     k.dqi = pass.keep(in.q.shape);
-    k.dki = pass.keep(in.k.shape);
+    k.dki = pass.keep(k.ki_in.shape);
     k.dwi = pass.keep_real(in.weights.shape);
   }
+  const Tensor dk = for_backward && pass.sequence ? pass.scratch(in.k.shape) : k.dki;
   const Tensor unsummed = pass.ctx.scratch.zeros(pass.real(), {1});
   ops::indexer_loss(pass.ctx, ops::IndexerLoss{.q = in.q,
                                                .k = in.k,
@@ -111,8 +142,9 @@ void AttentionMla::index_loss(Pass& pass, const IndexInputs& in, ConstTensor pro
                                                .gradient_scale = pass.config.loss.indexer_coefficient * pass.scales.per_token,
                                                .loss = pass.sums() ? pass.losses.indexer : unsummed,
                                                .dq = k.dqi,
-                                               .dk = k.dki,
+                                               .dk = dk,
                                                .dweights = k.dwi});
+  if (for_backward && pass.sequence) pass.sequence->sum_rows(pass.ctx, pass.batch.sequences, dk, k.dki);
 }
 
 void AttentionMla::index_backward(Pass& pass, const Kept& k) const {
@@ -136,11 +168,15 @@ void AttentionMla::index_backward(Pass& pass, const Kept& k) const {
 }
 
 void AttentionMla::attend_dense(Pass& pass, Kept& k, Tensor probability) const {
-  k.kv = pass.keep({pass.T(), N_, Hn_ + Hv_});
-  project(pass, kv_b_, k.c, k.kv.reshape({pass.T(), N_ * (Hn_ + Hv_)}));
+  const Shape expanded{keys(pass), N_, Hn_ + Hv_};
+  if (!pass.sequence) k.kv = pass.keep(expanded);
+  Scope scope(pass.ctx.scratch);
+  const Keys all = all_keys(pass, k);
+  const Tensor kv = pass.sequence ? pass.scratch(expanded) : k.kv;
+  expand(pass, all, kv);
   ops::attention(pass.ctx, ops::AttentionForward{.q = k.q,
-                                                 .kv = k.kv,
-                                                 .k_extra = k.k_extra,
+                                                 .kv = kv,
+                                                 .k_extra = all.extra,
                                                  .scale = scale_,
                                                  .documents = pass.batch.documents,
                                                  .o = k.o.reshape({pass.T(), N_, Hv_}),
@@ -152,10 +188,12 @@ void AttentionMla::attend_sparse(Pass& pass, Kept& k, ConstTensor indices, Tenso
   k.q_latent = pass.keep({pass.T(), N_, C_});
   k.o_latent = pass.keep({pass.T(), N_, C_});
   project_heads(pass, kv_b_, {ops::HeadDirection::to_latent, N_, 0, Hn_, 0}, k.q, k.q_latent);
+  Scope scope(pass.ctx.scratch);
+  const Keys all = all_keys(pass, k);
   ops::sparse_attention(pass.ctx, ops::SparseAttentionForward{.q_latent = k.q_latent,
                                                               .q = k.q,
-                                                              .latent = k.c,
-                                                              .k_extra = k.k_extra,
+                                                              .latent = all.c,
+                                                              .k_extra = all.extra,
                                                               .indices = indices,
                                                               .scale = scale_,
                                                               .o_latent = k.o_latent,
@@ -209,7 +247,7 @@ void AttentionMla::forward(Pass& pass, ConstTensor x, Kept& k, Tensor indices, T
     if (learns) probability = pass.scratch_real(indices.shape);
     attend_sparse(pass, k, indices, probability);
   } else {
-    if (learns) probability = pass.scratch_real({T, pass.batch.documents.longest()});
+    if (learns) probability = pass.scratch_real({T, pass.batch.documents.most_keys()});
     attend_dense(pass, k, probability);
   }
   if (learns) index_loss(pass, in, probability, indices, k);
@@ -228,19 +266,35 @@ void AttentionMla::forward(Pass& pass, ConstTensor x, Kept& k, Tensor indices, T
 void AttentionMla::attend_dense_backward(Pass& pass, const Kept& k, ConstTensor do_, Tensor dq, Tensor dc, Tensor dk_extra) const {
   Scope scope(pass.ctx.scratch);
   const std::int64_t T = pass.T();
-  const Tensor dkv = pass.scratch(k.kv.shape);
+  const Keys all = all_keys(pass, k);
+  ConstTensor kv = k.kv;
+  if (pass.sequence) {
+    const Tensor again = pass.scratch({keys(pass), N_, Hn_ + Hv_});
+    expand(pass, all, again);
+    kv = again;
+  }
+  const Tensor dkv = pass.scratch(kv.shape), dextra = pass.sequence ? pass.scratch(all.extra.shape) : dk_extra;
   ops::attention(pass.ctx, ops::AttentionBackward{.do_ = do_.reshape({T, N_, Hv_}),
                                                   .q = k.q,
-                                                  .kv = k.kv,
-                                                  .k_extra = k.k_extra,
+                                                  .kv = kv,
+                                                  .k_extra = all.extra,
                                                   .o = k.o.reshape({T, N_, Hv_}),
                                                   .lse = k.lse,
                                                   .scale = scale_,
                                                   .documents = pass.batch.documents,
                                                   .dq = dq,
                                                   .dkv = dkv,
-                                                  .dk_extra = dk_extra});
-  project_backward(pass, kv_b_, dkv.reshape({T, N_ * (Hn_ + Hv_)}), k.c, dc);
+                                                  .dk_extra = dextra});
+  const Tensor dlatent = pass.sequence ? pass.scratch(all.c.shape) : dc;
+  Pass of = of_keys(pass);
+  project_backward(of, kv_b_, dkv.reshape({kv.shape[0], N_ * (Hn_ + Hv_)}), all.c, dlatent);
+  sum_keys(pass, dlatent, dextra, dc, dk_extra);
+}
+
+void AttentionMla::sum_keys(Pass& pass, Tensor dlatent, Tensor dextra, Tensor dc, Tensor dk_extra) const {
+  if (!pass.sequence) return;
+  pass.sequence->sum_rows(pass.ctx, pass.batch.sequences, dlatent, dc);
+  pass.sequence->sum_rows(pass.ctx, pass.batch.sequences, dextra, dk_extra);
 }
 
 void AttentionMla::attend_sparse_backward(Pass& pass, const Kept& k, ConstTensor indices, ConstTensor do_, Tensor dq, Tensor dc,
@@ -249,19 +303,22 @@ void AttentionMla::attend_sparse_backward(Pass& pass, const Kept& k, ConstTensor
   const Tensor do_latent = pass.scratch(k.o_latent.shape), dq_latent = pass.scratch(k.q_latent.shape);
   project_heads_backward(pass, kv_b_, {ops::HeadDirection::from_latent, N_, Hn_, Hv_, 0}, do_.reshape({pass.T(), N_, Hv_}),
                          k.o_latent, do_latent);
+  const Keys all = all_keys(pass, k);
+  const Tensor dlatent = pass.sequence ? pass.scratch(all.c.shape) : dc, dextra = pass.sequence ? pass.scratch(all.extra.shape) : dk_extra;
   ops::sparse_attention(pass.ctx, ops::SparseAttentionBackward{.do_latent = do_latent,
                                                                .q_latent = k.q_latent,
                                                                .q = k.q,
-                                                               .latent = k.c,
-                                                               .k_extra = k.k_extra,
+                                                               .latent = all.c,
+                                                               .k_extra = all.extra,
                                                                .indices = indices,
                                                                .o_latent = k.o_latent,
                                                                .lse = k.lse,
                                                                .scale = scale_,
                                                                .dq_latent = dq_latent,
                                                                .dq = dq,
-                                                               .dlatent = dc,
-                                                               .dk_extra = dk_extra});
+                                                               .dlatent = dlatent,
+                                                               .dk_extra = dextra});
+  sum_keys(pass, dlatent, dextra, dc, dk_extra);
   project_heads_backward(pass, kv_b_, {ops::HeadDirection::to_latent, N_, 0, Hn_, 0}, dq_latent, k.q, dq);
 }
 

@@ -5,6 +5,8 @@
 //   y = W_o( o sigmoid(W_g x) ), or W_o o without an output gate
 // With dsa_config the indexer selects keys and is trained by its own KL loss: its inputs and targets are detached, so that the LM
 // loss never reaches it and its loss reaches nothing else. In the dense stage attention stays dense and the indexer learns from it.
+// Where a rank has slices of sequences, latents and index keys of all slices are gathered and expanded here, and their gradients summed
+// back; queries, and all else, stay.
 #pragma once
 #include <string>
 
@@ -20,7 +22,7 @@ class AttentionMla {
     Tensor cq_in, cq, cq_r;        // (T, Ql), (T, Ql), (T) real
     Tensor q;                      // (T, N, Hn + He)
     Tensor c_in, c, c_r, k_extra;  // (T, C), (T, C), (T) real, (T, He)
-    Tensor kv;                     // (T, N, Hn + Hv) dense
+    Tensor kv;                     // (T, N, Hn + Hv) dense; absent where sequences are cut over ranks: expanded again in backward
     Tensor q_latent, o_latent;     // (T, N, C) sparse
     Tensor lse;                    // (T, N) real
     Tensor o, gate, gated;         // (T, P), P = N Hv; gate and gated with an output gate
@@ -43,6 +45,15 @@ class AttentionMla {
   };
   bool sparse(const Config& config) const;
   bool trained(const Pass& pass) const;  // any parameter of the indexer
+  struct Keys {
+    ConstTensor c, extra;  // (keys, C), (keys, He): latents of T tokens, or of the whole sequences that slices are here of
+  };
+  Keys all_keys(Pass& pass, const Kept& kept) const;
+  Pass of_keys(const Pass& pass) const;
+  std::int64_t keys(const Pass& pass) const;
+  void expand(Pass& pass, const Keys& keys, Tensor kv) const;
+  // dc, dk_extra = gradients of the keys here, of all ranks' queries; nothing to do where keys were not gathered.
+  void sum_keys(Pass& pass, Tensor dlatent, Tensor dextra, Tensor dc, Tensor dk_extra) const;
   IndexInputs index_inputs(Pass& pass, ConstTensor x, Kept& kept) const;
   void index_loss(Pass& pass, const IndexInputs& in, ConstTensor probability, ConstTensor indices, Kept& kept) const;
   void index_backward(Pass& pass, const Kept& kept) const;

@@ -219,6 +219,19 @@ void check_run(Findings& f, const Config& c) {
   f.require(tokens <= kLargestSize, {"training.micro_batch_size", "data.sequence_length"},
             "micro_batch_size " + text(c.training.micro_batch_size) + " x sequence_length " + text(c.data.sequence_length) +
                 " is more than the " + text(std::int64_t(kLargestSize)) + " tokens a micro-batch may have");
+  const std::int64_t slices = c.parallel.sequence_parallel, taps = c.model.linear_attn.short_conv_kernel_size;
+  f.require(divides(slices, c.data.sequence_length), {"parallel.sequence_parallel", "data.sequence_length"},
+            "sequence_parallel " + text(slices) + " does not divide data.sequence_length " + text(c.data.sequence_length));
+  f.require(slices == 1 || c.data.sequence_length / slices >= taps - 1,
+            {"parallel.sequence_parallel", "data.sequence_length", "model.linear_attn_config.short_conv_kernel_size"},
+            "a slice of " + text(c.data.sequence_length / slices) + " tokens is shorter than the " + text(taps - 1) +
+                " that short_conv_kernel_size " + text(taps) + " looks back");
+  f.require(slices == 1 || c.moe.capacity_factor == 0, {"parallel.sequence_parallel", "moe.capacity_factor"},
+            "sequence_parallel " + text(slices) + " with capacity_factor " + number_text(c.moe.capacity_factor) +
+                ": places of experts are given in the order of whole sequences");
+  f.require(slices == 1 || c.run.device != DeviceChoice::cuda, {"parallel.sequence_parallel", "run.device"},
+            "sequence_parallel " + text(slices) + " needs run.device cpu: on a GPU the delta rule takes no state and no inputs from the "
+            "rank before, and attention no keys of other ranks");
   f.require(c.data.sequence_length <= c.model.max_position_embeddings, {"data.sequence_length", "model.max_position_embeddings"},
             "sequence_length " + text(c.data.sequence_length) + " is more than max_position_embeddings " +
                 text(c.model.max_position_embeddings));

@@ -223,8 +223,8 @@ void visit(V& v, ParallelConfig& c) {
         ranks());
   v.key("tensor_parallel", c.tensor_parallel, "ranks along this axis: matrices cut between them",
         ranks().only_default("cut matrices over ranks"));
-  v.key("sequence_parallel", c.sequence_parallel, "ranks along this axis: sequences cut between them",
-        ranks().only_default("cut sequences over ranks"));
+  v.key("sequence_parallel", c.sequence_parallel,
+        "ranks along this axis: each has a slice of the same sequences; divides data.sequence_length; on the CPU only", ranks());
   v.choice("sharding", c.sharding,
            {{"full", parallel::Sharding::full},
             {"gradients", parallel::Sharding::gradients},

@@ -118,33 +118,52 @@ void Moe::count(Pass& pass, const Kept& k, ConstTensor chosen, ConstTensor cutof
                       .cutoff = cutoff,
                       .bias = pass.params.weight(bias_),
                       .histogram = sums.histogram.rows(moe_index_, moe_index_ + 1).reshape({E_, sums.histogram.shape[2]})});
-  if (sums.global.present()) {
-    const Tensor global = sums.global.rows(moe_index_, moe_index_ + 1).reshape({E_});
-    fill(pass.ctx.device(), global.data, 0, global.bytes());
-    ops::expert_count(pass.ctx, ops::ExpertCount{.experts = chosen, .counts = global});
-    pass.everyone.all_reduce(global, parallel::Reduction::sum);
+  if (sums.shared.present()) {
+    const Tensor shared = sums.shared.rows(moe_index_, moe_index_ + 1);
+    fill(pass.ctx.device(), shared.data, 0, shared.bytes());
+    const auto groups = balanced_groups(pass);
+    for (std::size_t g = 1; g < groups.size(); ++g)
+      ops::expert_count(pass.ctx, ops::ExpertCount{.experts = chosen.rows(groups[g - 1], groups[g]),
+                                                   .counts = shared_counts(pass).rows(std::int64_t(g) - 1, std::int64_t(g)).reshape({E_})});
+    pass.balanced.all_reduce(shared, parallel::Reduction::sum);
   }
   balance_losses(pass, k, chosen, pass.losses.balance, {});
+}
+
+// Offsets of the groups of tokens here whose load the auxiliary loss takes.
+std::vector<std::int64_t> Moe::balanced_groups(const Pass& pass) const {
+  if (pass.config.moe.auxiliary_scope == AuxiliaryScope::sequence) return {pass.batch.sequences.begin(), pass.batch.sequences.end()};
+  return {0, pass.T()};
+}
+
+// (groups, E), of all ranks that share the groups; absent where none is shared.
+Tensor Moe::shared_counts(const Pass& pass) const {
+  const Tensor all = pass.balance.shared;
+  if (!all.present()) return {};
+  const auto groups = std::int64_t(balanced_groups(pass).size()) - 1;
+  return all.rows(moe_index_, moe_index_ + 1).reshape({all.shape[1], E_}).rows(0, groups);
 }
 
 // Adds the scaled auxiliary and z losses to `loss`, and their gradients to dlogits when it is given.
 void Moe::balance_losses(Pass& pass, const Kept& k, ConstTensor chosen, Tensor loss, Tensor dlogits) const {
   const MoeConfig& moe = pass.config.moe;
   if (moe.balance == Balance::auxiliary) {
-    const std::int64_t whole[2] = {0, pass.T()};
     const bool by_sequence = moe.auxiliary_scope == AuxiliaryScope::sequence;
-    const bool global = moe.auxiliary_scope == AuxiliaryScope::global_batch;
+    const auto groups = balanced_groups(pass);
+    const Tensor shared = shared_counts(pass);
+    const ConstTensor counts = shared.present() && !by_sequence ? shared.reshape({E_}) : shared;
     ops::auxiliary_loss(
         pass.ctx,
         ops::AuxiliaryLoss{
             .logits = k.logits,
             .experts = chosen,
-            .groups = by_sequence ? pass.batch.sequences : std::span<const std::int64_t>(whole),
-            .counts = global ? ConstTensor(pass.balance.global.rows(moe_index_, moe_index_ + 1).reshape({E_})) : ConstTensor{},
+            .groups = groups,
+            .counts = counts,
             .scale =
                 moe.auxiliary_coefficient * (by_sequence ? pass.scales.per_sequence : pass.scales.per_token * double(pass.T())),
             .loss = loss,
-            .dlogits = dlogits});
+            .dlogits = dlogits,
+            .tokens = by_sequence ? std::span<const std::int64_t>(pass.batch.lengths) : std::span<const std::int64_t>{}});
   }
   if (moe.z_loss != 0)
     ops::z_loss(pass.ctx,

@@ -41,6 +41,8 @@ class Moe {
   void route(Pass& pass, ConstTensor x, Kept& kept, Tensor decisions) const;
   void limit(Pass& pass, const Kept& kept, ConstTensor chosen, Tensor experts) const;
   void count(Pass& pass, const Kept& kept, ConstTensor chosen, ConstTensor cutoff) const;
+  std::vector<std::int64_t> balanced_groups(const Pass& pass) const;
+  Tensor shared_counts(const Pass& pass) const;
   void balance_losses(Pass& pass, const Kept& kept, ConstTensor chosen, Tensor loss, Tensor dlogits) const;
   void sort(Pass& pass, Kept& kept, ConstTensor experts, Tensor counts) const;
   void plan_exchange(Pass& pass, Kept& kept) const;

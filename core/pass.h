@@ -7,16 +7,28 @@
 #include "ops/context.h"
 #include "ops/documents.h"
 #include "parallel/expert_exchange.h"
+#include "parallel/sequence_split.h"
 #include "parallel/sharded_params.h"
 
 namespace moetrain::core {
+
+// Rows [begin, end) are the run's text from token `place` on, of which sequence n has [n S, (n+1) S).
+struct Text {
+  std::int64_t begin, end, place;
+};
 
 // One micro-batch of this rank, on the device.
 struct MicroBatch {
   ConstTensor tokens;                       // (T) i32
   ConstTensor labels;                       // (T) i32, -100: ignored
   ops::Documents documents;                 // of the T tokens
-  std::span<const std::int64_t> sequences;  // (B+1) offsets
+  std::span<const std::int64_t> sequences;  // (B+1) offsets, of slices where sequences are cut over ranks
+  std::vector<std::int64_t> lengths;        // (B) of whole sequences; empty where they are whole here
+  std::vector<ops::Documents::Piece> pieces;  // what `documents` points to; so is a MicroBatch moved, and never copied
+  std::vector<Text> text, gathered_text;      // of its rows, and of those that SequenceSplit gathers
+  MicroBatch() = default;
+  MicroBatch(MicroBatch&&) = default;
+  MicroBatch& operator=(MicroBatch&&) = default;
   std::int64_t T() const { return tokens.shape[0]; }
   std::int64_t B() const { return std::int64_t(sequences.size()) - 1; }
 };
@@ -37,7 +49,8 @@ struct LossSums {
 struct BalanceSums {
   Tensor counts;     // (moe layers, E) i64, slots the router chose an expert for, whatever room it had
   Tensor histogram;  // (moe layers, E, bins) i64; absent unless balance is quantile
-  Tensor global;     // (moe layers, E) i64, counts of this micro-batch on all ranks; absent unless the auxiliary loss wants them
+  Tensor shared;     // (moe layers, groups, E) i64, counts of this micro-batch by group of tokens, with those of other ranks; absent
+                     // unless the auxiliary loss takes the load over tokens of several ranks
 };
 
 // Where rows of a step went; on the host.
@@ -59,6 +72,8 @@ struct Pass {
   parallel::ShardedParams& params;
   const ParamTable& table;
   parallel::ExpertExchange* exchange;        // null without experts
+  parallel::SequenceSplit* sequence;         // null where sequences are whole
+  parallel::Communicator& balanced;          // the ranks that share the groups of balance.shared
   parallel::Communicator& everyone;          // the ranks that share a global batch, in the order of their sequences
   parallel::Communicator& everyone_on_host;  // the same, in host memory
   const Config& config;
@@ -68,8 +83,8 @@ struct Pass {
   BalanceSums balance;
   RowSums& rows;
   PassMode mode = PassMode::train;
-  DType dtype = DType::f32;      // of activations
-  std::int64_t first_token = 0;  // of this rank's text in the run's: what dropout is a function of
+  DType dtype = DType::f32;  // of activations
+  std::span<const Text> text = {};  // of the rows that are projected: what dropout is a function of
 
   DType real() const { return real_of(dtype); }
   std::int64_t T() const { return batch.T(); }

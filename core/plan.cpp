@@ -49,11 +49,12 @@ double attention_core(const Config& c, bool sparse) {
   return 2 * double(m.num_attention_heads) * (scores + values) * keys_per_query(S, sparse ? m.dsa->index_topk : S);
 }
 
-// What distinguishes a rank: the rows it holds of every parameter, and the rows of tokens its experts are given. Both follow from
-// its place along the mesh's axes, where they change at a few places only: between those, ranks are alike.
+// What distinguishes a rank: the rows it holds of every parameter, the rows of tokens its experts are given, and the keys that its
+// slices of sequences see. All follow from its place along the mesh's axes, where they change at a few places only: between those,
+// ranks are alike.
 class Kinds {
  public:
-  using Kind = std::array<std::int64_t, 3>;
+  using Kind = std::array<std::int64_t, 4>;
   Kinds(const Config& c, const ParamTable& table) : shape_(c.parallel.mesh()) {
     parallel::Mesh mesh(shape_, parallel::dry(0, shape_.ranks()));
     for (const Layout layout = make_layout(c, table, mesh); const parallel::Unit& unit : layout.units) {
@@ -71,7 +72,7 @@ class Kinds {
     }
     if (const std::int64_t E = c.model.num_experts; E > 0) {
       local_experts_ = E / shape_.expert;
-      uneven_slots_ = c.training.micro_batch_size * c.data.sequence_length * c.model.num_experts_per_token % E;
+      uneven_slots_ = c.training.micro_batch_size * (c.data.sequence_length / shape_.sequence) * c.model.num_experts_per_token % E;
     }
   }
   Kind of(int rank) const {
@@ -83,7 +84,7 @@ class Kinds {
     const std::int64_t experts = (std::int64_t(at.data) * shape_.sequence + at.sequence) * shape_.tensor + at.tensor;
     // Balanced routing gives the slots that E does not divide to the first experts, one each.
     return {part(of_dense_, dense), part(of_experts_, experts),
-            std::clamp<std::int64_t>(uneven_slots_ - at.expert * local_experts_, 0, local_experts_)};
+            std::clamp<std::int64_t>(uneven_slots_ - at.expert * local_experts_, 0, local_experts_), at.sequence};
   }
 
  private:
@@ -109,11 +110,14 @@ std::int64_t tokens_of_step(const Config& c) {
   return tokens;
 }
 
-// Sizes alone: a dry run looks at no token.
-io::Batch full_batch(const Config& c) {
+// Sizes alone: a dry run looks at no token. A document a sequence, cut where the sequence is.
+io::Batch full_batch(const Config& c, const io::Slice& slice) {
   io::Batch b;
-  for (std::int64_t n = 0; n <= c.training.micro_batch_size; ++n) b.sequences.push_back(n * c.data.sequence_length);
+  const std::int64_t share = c.data.sequence_length / slice.of;
+  for (std::int64_t n = 0; n <= c.training.micro_batch_size; ++n) b.sequences.push_back(n * share);
   b.documents = b.sequences;
+  if (slice.of > 1)
+    b.pieces.assign(std::size_t(c.training.micro_batch_size), {slice.index * share, slice.index + 1 < slice.of, c.data.sequence_length});
   return b;
 }
 
@@ -126,7 +130,7 @@ struct DryStep {
 // one finds and leaves what the second did. So two stand for all of them: the peaks are theirs, and each adds the second's traffic.
 DryStep run_dry(const Config& c, int rank) {
   Trainer trainer(c, parallel::dry(rank, c.parallel.mesh().ranks()), Device::dry);
-  std::vector<io::Batch> batches{full_batch(c)};
+  std::vector<io::Batch> batches{full_batch(c, trainer.slice())};
   const auto traffic_of_step = [&] {
     const parallel::Traffic before = trainer.mesh().traffic();
     trainer.step(batches);

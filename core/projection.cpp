@@ -26,12 +26,13 @@ Tensor by_head(Tensor w, std::int64_t heads) { return w.present() ? w.reshape({h
 bool drops(const Pass& pass, const Adapter& adapter) { return adapter.dropout > 0 && pass.mode != PassMode::evaluate; }
 
 void drop(Pass& pass, const Adapter& adapter, ConstTensor x, Tensor y) {
-  ops::dropout(pass.ctx, ops::Dropout{.seed = pass.config.run.seed,
-                                      .stream = ops::stream_of(pass.table[adapter.a].name),
-                                      .first_token = pass.first_token,
-                                      .share = adapter.dropout,
-                                      .x = x,
-                                      .y = y});
+  for (const Text& text : pass.text)
+    ops::dropout(pass.ctx, ops::Dropout{.seed = pass.config.run.seed,
+                                        .stream = ops::stream_of(pass.table[adapter.a].name),
+                                        .first_token = text.place,
+                                        .share = adapter.dropout,
+                                        .x = x.rows(text.begin, text.end),
+                                        .y = y.rows(text.begin, text.end)});
 }
 
 // What A multiplies.

@@ -208,10 +208,12 @@ class Run {
     for (const auto& remark : remarks_) spdlog::warn("{}", remark);
     const auto counts = count_parameters(config_);
     spdlog::info(
-        "{}: {} parameters, {} active a token; {} ranks: data {} x expert {}; {} sequences of {} tokens a step; {} windows of "
+        "{}: {} parameters, {} active a token; {} ranks: data {} x expert {}{}; {} sequences of {} tokens a step; {} windows of "
         "training data",
         config_.run.name, counts.total, counts.active_per_token, control_.size(), config_.parallel.data_parallel,
-        config_.parallel.expert_parallel, config_.sequences_per_step(), config_.data.sequence_length, train_->windows());
+        config_.parallel.expert_parallel,
+        config_.parallel.sequence_parallel > 1 ? " x sequence " + std::to_string(config_.parallel.sequence_parallel) : "",
+        config_.sequences_per_step(), config_.data.sequence_length, train_->windows());
   }
 
   void one_step() {

@@ -30,9 +30,8 @@ StepResult Trainer::step(std::span<const io::Batch> micro_batches) {
     params_->begin_step();
     for (std::size_t m = 0; m < micro_batches.size(); ++m) {
       Scope scope(kept_);
-      const MicroBatch batch = upload(micro_batches[m]);
+      const MicroBatch batch = upload(micro_batches[m], first_sequence(std::int64_t(m)));
       Pass pass = make_pass(batch, totals, PassMode::train);
-      pass.first_token = first_sequence(std::int64_t(m)) * config_.data.sequence_length;
       model_.forward(pass, layout_);
       model_.backward(pass, layout_);
     }
@@ -56,20 +55,48 @@ StepResult Trainer::step(std::span<const io::Batch> micro_batches) {
   return result;
 }
 
-// Counted before the first backward, so that every term of the loss has its final scale. On Device::dry a batch is its offsets
-// alone, and every token counts as labelled.
+// Counted before the first backward, so that every term of the loss has its final scale. A sequence counts where its first slice
+// is. On Device::dry a batch is its offsets alone, and every token counts as labelled.
 Trainer::Totals Trainer::count(std::span<const io::Batch> batches) {
   std::int64_t sums[3] = {};
   for (const io::Batch& b : batches) {
     sums[0] += memory_.device() == Device::dry ? b.sequences.back() : b.label_count();
     sums[1] += b.sequences.back();
-    sums[2] += std::int64_t(b.sequences.size()) - 1;
+    if (mesh_.here().sequence == 0) sums[2] += std::int64_t(b.sequences.size()) - 1;
   }
   mesh_.world().control->all_reduce(Tensor(sums, DType::i64, {3}), parallel::Reduction::sum);
   return {sums[0], sums[1], sums[2]};
 }
 
-MicroBatch Trainer::upload(const io::Batch& b) {
+// The places of sequences and documents among those of other ranks. A slice's documents stand one after another in the list, at
+// least one, be it empty.
+void Trainer::place(const io::Batch& b, std::int64_t first_sequence, MicroBatch& m) const {
+  const std::int64_t B = std::int64_t(b.sequences.size()) - 1, S = config_.data.sequence_length;
+  const std::int64_t skipped = sequence_ ? sequence_->rank() * sequence_->share() : 0;  // of every sequence, by this rank
+  for (std::int64_t n = 0; n < B; ++n) {
+    const Text here{b.sequences[std::size_t(n)], b.sequences[std::size_t(n) + 1], (first_sequence + n) * S + skipped};
+    const bool follows = !m.text.empty() && m.text.back().place + m.text.back().end - m.text.back().begin == here.place;
+    follows ? void(m.text.back().end = here.end) : m.text.push_back(here);
+  }
+  if (!sequence_) return;
+  check(std::int64_t(b.pieces.size()) == B, "a batch of whole sequences where they are cut over ranks",
+        {{"sequences", B}, {"pieces", std::int64_t(b.pieces.size())}});
+  m.gathered_text = {{0, B * S, first_sequence * S}};
+  const auto& starts = b.documents;
+  for (std::size_t n = 0, d = 0; n < std::size_t(B); ++n) {
+    const std::int64_t begin = b.sequences[n], end = b.sequences[n + 1];
+    const auto& piece = b.pieces[n];
+    m.lengths.push_back(piece.length);
+    for (bool first = true; first || starts[d] < end; ++d, first = false) {
+      const std::int64_t before = first ? piece.before : 0, key = std::int64_t(n) * S + skipped + starts[d] - begin - before;
+      m.pieces.push_back({before, key, before > 0 ? std::int64_t(n) : -1, piece.goes_on && starts[d + 1] == end ? std::int64_t(n) : -1});
+    }
+  }
+  m.documents.pieces = m.pieces;
+  m.documents.slices = B;
+}
+
+MicroBatch Trainer::upload(const io::Batch& b, std::int64_t first_sequence) {
   mesh_.settle();  // the copies below wait for the device, and would wait for ever for a peer that is gone
   const std::int64_t T = b.sequences.back();
   auto put = [&](const std::vector<std::int32_t>& host) {
@@ -77,13 +104,18 @@ MicroBatch Trainer::upload(const io::Batch& b) {
     copy_to_device(memory_.device(), t.data, host.data(), t.bytes());
     return t;
   };
-  ops::Documents documents{b.documents};
+  MicroBatch m;
+  m.documents.starts = b.documents;
   if (memory_.device() == Device::cuda) {
     const Tensor starts = kept_.take(DType::i64, {std::int64_t(b.documents.size())});
     copy_to_device(memory_.device(), starts.data, b.documents.data(), starts.bytes());
-    documents.on_device = starts;
+    m.documents.on_device = starts;
   }
-  return {put(b.tokens), put(b.labels), documents, b.sequences};
+  m.tokens = put(b.tokens);
+  m.labels = put(b.labels);
+  m.sequences = b.sequences;
+  place(b, first_sequence, m);
+  return m;
 }
 
 Pass Trainer::make_pass(const MicroBatch& batch, const Totals& totals, PassMode mode) {
@@ -93,20 +125,23 @@ Pass Trainer::make_pass(const MicroBatch& batch, const Totals& totals, PassMode 
           .params = *params_,
           .table = table_,
           .exchange = exchange_.get(),
+          .sequence = sequence_.get(),
+          .balanced = config_.moe.auxiliary_scope == AuxiliaryScope::global_batch ? *mesh_.world().data : *mesh_.sequence().data,
           .everyone = *mesh_.world().data,
           .everyone_on_host = *mesh_.world().control,
           .config = config_,
           .batch = batch,
           .scales = {one_over(totals.labels), one_over(totals.tokens), one_over(totals.sequences)},
           .losses = {lm_.view(), balance_.view(), indexer_.view()},
-          .balance = {counts_.view(), histogram_.view(), global_counts_.view()},
+          .balance = {counts_.view(), histogram_.view(), shared_counts_.view()},
           .rows = rows_,
           .mode = mode,
-          .dtype = config_.run.dtype};
+          .dtype = config_.run.dtype,
+          .text = batch.text};
 }
 
 void Trainer::zero_sums() {
-  for (const OwnedTensor* t : {&lm_, &balance_, &indexer_, &counts_, &histogram_, &global_counts_})
+  for (const OwnedTensor* t : {&lm_, &balance_, &indexer_, &counts_, &histogram_, &shared_counts_})
     fill(memory_.device(), t->view().data, 0, t->view().bytes());
   rows_ = {.received = std::vector<std::int64_t>(std::size_t(model_.moe_layers()), 0)};
 }

@@ -12,7 +12,7 @@ namespace {
 // A job that leaves the device open is planned for a GPU where this build knows one: plans are made where no GPU is.
 Device planned_device(const Config& c) {
   const bool cpu = c.run.device == DeviceChoice::cpu || c.run.dtype == DType::f64 || c.moe.capacity_factor > 0 ||
-                   (c.run.device == DeviceChoice::automatic && !kHasCuda);
+                   c.parallel.sequence_parallel > 1 || (c.run.device == DeviceChoice::automatic && !kHasCuda);
   return cpu ? Device::cpu : Device::cuda;
 }
 
@@ -39,6 +39,9 @@ void Trainer::allocate(bool poison) {
   if (layers > 0)
     exchange_ = std::make_unique<parallel::ExpertExchange>(*mesh_.expert().data, *mesh_.expert().control, E, config_.moe.overlap_chunks);
 
+  if (const int slices = mesh_.shape().sequence; slices > 1)
+    sequence_ = std::make_unique<parallel::SequenceSplit>(*mesh_.sequence().data, config_.data.sequence_length / slices);
+
   const DType real = real_of(config_.run.dtype);
   auto own = [&](DType dtype, Shape shape) { return OwnedTensor(memory_, Category::workspace, dtype, shape); };
   lm_ = own(real, {1});
@@ -46,8 +49,9 @@ void Trainer::allocate(bool poison) {
   indexer_ = own(real, {1});
   counts_ = own(DType::i64, {layers, E});
   if (config_.moe.balance == Balance::quantile && layers > 0) histogram_ = own(DType::i64, {layers, E, config_.moe.quantile_bins});
-  if (config_.moe.balance == Balance::auxiliary && config_.moe.auxiliary_scope == AuxiliaryScope::global_batch)
-    global_counts_ = own(DType::i64, {layers, E});
+  const AuxiliaryScope scope = config_.moe.auxiliary_scope;
+  if (config_.moe.balance == Balance::auxiliary && (scope == AuxiliaryScope::global_batch || sequence_))
+    shared_counts_ = own(DType::i64, {layers, scope == AuxiliaryScope::sequence ? config_.training.micro_batch_size : 1, E});
 }
 
 void Trainer::initialize() {
@@ -92,7 +96,7 @@ void Trainer::set_progress(const Progress& p) {
 std::vector<io::Batch> Trainer::next_batches(const io::BatchSource& source) const {
   std::vector<io::Batch> batches;
   for (std::int64_t m = 0; m < config_.training.gradient_accumulation; ++m)
-    batches.push_back(source.read(first_sequence(m), config_.training.micro_batch_size));
+    batches.push_back(source.read(first_sequence(m), config_.training.micro_batch_size, slice()));
   return batches;
 }
 
@@ -106,7 +110,7 @@ std::vector<io::Batch> Trainer::evaluation_batches(const io::BatchSource& source
   std::vector<io::Batch> mine;
   for (std::int64_t m = 0; m * C * size < sequences; ++m) {
     const std::int64_t first = std::min(sequences, (m * C + d) * size);
-    mine.push_back(source.read(first, std::min(size, sequences - first)));
+    mine.push_back(source.read(first, std::min(size, sequences - first), slice()));
   }
   return mine;
 }

@@ -60,6 +60,7 @@ class Trainer {
   Optimizer& optimizer() { return *optimizer_; }
   Memory& memory() { return memory_; }
   ops::Context& context() { return ctx_; }
+  io::Slice slice() const { return {mesh_.here().sequence, mesh_.shape().sequence}; }  // of every sequence, that is here
   Progress progress() const;
   void set_progress(const Progress& p);
 
@@ -68,12 +69,14 @@ class Trainer {
     std::int64_t labels = 0, tokens = 0, sequences = 0;
   };
   Totals count(std::span<const io::Batch> batches);  // collective
-  MicroBatch upload(const io::Batch& batch);         // onto the stack of kept tensors
+  // Onto the stack of kept tensors. first_sequence: of the run, where the pass depends on it.
+  MicroBatch upload(const io::Batch& batch, std::int64_t first_sequence = 0);
   Pass make_pass(const MicroBatch& batch, const Totals& totals, PassMode mode);
   void zero_sums();
 
  private:
   std::int64_t first_sequence(std::int64_t micro_batch) const;  // of the next step, of all that the run reads
+  void place(const io::Batch& batch, std::int64_t first_sequence, MicroBatch& placed) const;
   void allocate(bool poison);  // this rank's share of weights, gradients and optimizer state
   void reduce_losses(const Totals& totals, StepResult& result);
   void reduce_counts(StepResult& result);
@@ -91,7 +94,8 @@ class Trainer {
   std::unique_ptr<parallel::ShardedParams> params_;
   std::unique_ptr<Optimizer> optimizer_;
   std::unique_ptr<parallel::ExpertExchange> exchange_;
-  OwnedTensor lm_, balance_, indexer_, counts_, histogram_, global_counts_;
+  std::unique_ptr<parallel::SequenceSplit> sequence_;
+  OwnedTensor lm_, balance_, indexer_, counts_, histogram_, shared_counts_;
   RowSums rows_;
   Progress progress_;
 };

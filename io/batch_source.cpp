@@ -102,12 +102,21 @@ struct BatchSource::Impl {
     return ids;
   }
 
-  void append(Window window, Batch& batch) const;
+  void append(Window sequence, Slice slice, Batch& batch) const;
 };
 
-void BatchSource::Impl::append(Window window, Batch& batch) const {
+void BatchSource::Impl::append(Window sequence, Slice slice, Batch& batch) const {
+  const std::int64_t share = options.sequence_length / slice.of, place = std::min(sequence.end, sequence.begin + slice.index * share);
+  const Window window{place, std::min(sequence.end, place + share)};
   const std::int64_t base = std::int64_t(batch.tokens.size());
-  const std::int64_t length = window.end - window.begin, seen = std::min(window.end + 1, tokens()) - window.begin;
+  const std::int64_t length = window.end - window.begin;
+  if (length == 0) {  // the sequence ends before this slice
+    batch.documents.push_back(base);
+    batch.sequences.push_back(base);
+    batch.pieces.push_back({.length = sequence.end - sequence.begin});
+    return;
+  }
+  const std::int64_t seen = std::min(window.end + 1, tokens()) - window.begin;
   // One token more than the window: the label of its last position.
   auto ids = read(window.begin, window.begin + seen);
   batch.tokens.insert(batch.tokens.end(), ids.begin(), ids.begin() + length);
@@ -117,6 +126,10 @@ void BatchSource::Impl::append(Window window, Batch& batch) const {
   ids.erase(ids.begin());
   ids.resize(std::size_t(length), kIgnored);
   auto document = std::upper_bound(documents.begin(), documents.end(), window.begin);
+  if (slice.of > 1)
+    batch.pieces.push_back({window.begin - std::max(sequence.begin, document[-1]),
+                            window.end < sequence.end && !std::binary_search(document, documents.end(), window.end),
+                            sequence.end - sequence.begin});
   batch.documents.push_back(base);
   for (; document != documents.end() && *document <= window.end; ++document) {
     ids[std::size_t(*document - window.begin - 1)] = kIgnored;  // the last token of a document predicts nothing
@@ -161,15 +174,18 @@ std::int64_t BatchSource::tokens() const { return impl_->tokens(); }
 const std::vector<std::string>& BatchSource::remarks() const { return impl_->remarks; }
 std::int64_t BatchSource::windows() const { return impl_->windows; }
 
-Batch BatchSource::read(std::int64_t first, std::int64_t count) const {
+Batch BatchSource::read(std::int64_t first, std::int64_t count, Slice slice) const {
   check(first >= 0 && count >= 0, "batch source: sequences are counted from 0", {{"first", first}, {"count", count}});
+  const std::int64_t S = impl_->options.sequence_length;
+  check(slice.of >= 1 && 0 <= slice.index && slice.index < slice.of && S % slice.of == 0, "batch source: no such slice of a sequence",
+        {{"slice", slice.index}, {"of", slice.of}, {"sequence_length", S}});
   const std::int64_t W = impl_->windows;
   Batch batch;
   batch.sequences = {0};
   for (std::int64_t n = first; n < first + count; ++n) {
     const std::int64_t place = n % W;
     const std::int64_t w = impl_->options.shuffle ? permuted(place, W, impl_->options.seed, std::uint64_t(n / W)) : place;
-    impl_->append(impl_->window(w), batch);
+    impl_->append(impl_->window(w), slice, batch);
   }
   batch.documents.push_back(batch.sequences.back());
   return batch;

@@ -1,7 +1,8 @@
 // attention.h -- dense causal softmax attention over heads [nope | extra], keys and values expanded from the latent (MLA,
 // unabsorbed).
 //
-//   q = [qn | qe] and kv = [kn | v] a head; s runs over the positions of t's document with s <= t
+//   q = [qn | qe] and kv = [kn | v] a head; s runs over the positions of t's document with s <= t. Keys are T rows, or more where
+//   the documents have pieces elsewhere: then those of all slices (Documents::first_key)
 //   z[t,n,s]  = scale * ( qn[t,n].kn[s,n] + qe[t,n].k_extra[s] )
 //   lse[t,n]  = log sum_s exp z[t,n,s]                     A[t,n,s] = exp( z[t,n,s] - lse[t,n] )
 //   o[t,n]    = sum_s A[t,n,s] v[s,n]                      probability[t, s - start] = mean_n A[t,n,s]
@@ -25,13 +26,14 @@ inline void check_attention(ConstTensor q, ConstTensor kv, ConstTensor k_extra, 
   check(q.shape.rank() == 3 && kv.shape.rank() == 3 && k_extra.shape.rank() == 2,
         "attention: q, kv, k_extra are not of rank 3, 3, 2",
         {{"q", q.shape.rank()}, {"kv", kv.shape.rank()}, {"k_extra", k_extra.shape.rank()}});
-  const auto T = q.shape[0], N = q.shape[1], He = k_extra.shape[1], Hn = q.shape[2] - He, Hv = kv.shape[2] - Hn;
+  const auto T = q.shape[0], keys = kv.shape[0], N = q.shape[1], He = k_extra.shape[1], Hn = q.shape[2] - He, Hv = kv.shape[2] - Hn;
   check(N >= 1 && Hn >= 1 && Hv >= 1, "attention: no head, or q or kv too narrow", {{"N", N}, {"Hn", Hn}, {"He", He}, {"Hv", Hv}});
-  check(kv.shape == Shape{T, N, Hn + Hv}, "attention: kv is not (T, N, Hn + Hv)", {{"T", T}, {"N", N}, {"kv", kv.count()}});
-  check(k_extra.shape == Shape{T, He}, "attention: k_extra is not (T, He)", {{"T", T}, {"rows", k_extra.shape[0]}});
+  check(kv.shape == Shape{keys, N, Hn + Hv}, "attention: kv is not (keys, N, Hn + Hv)", {{"T", T}, {"N", N}, {"kv", kv.count()}});
+  check(k_extra.shape == Shape{keys, He}, "attention: k_extra is not (keys, He)", {{"keys", keys}, {"rows", k_extra.shape[0]}});
   check(o.shape == Shape{T, N, Hv}, "attention: o is not (T, N, Hv)", {{"T", T}, {"N", N}, {"Hv", Hv}, {"o", o.count()}});
   check(lse.shape == Shape{T, N}, "attention: lse is not (T, N)", {{"T", T}, {"N", N}, {"lse", lse.count()}});
   documents.check_cover(T);
+  documents.check_keys(T, keys);
   const auto type = q.dtype;
   check(kv.dtype == type && k_extra.dtype == type && o.dtype == type, "attention: q, kv, k_extra, o are not of one type",
         {{"q", int(type)}, {"kv", int(kv.dtype)}, {"k_extra", int(k_extra.dtype)}, {"o", int(o.dtype)}});
@@ -40,8 +42,8 @@ inline void check_attention(ConstTensor q, ConstTensor kv, ConstTensor k_extra, 
 
 struct AttentionForward {
   ConstTensor q;        // (T, N, Hn + He)
-  ConstTensor kv;       // (T, N, Hn + Hv), per head key then value
-  ConstTensor k_extra;  // (T, He), shared by all heads; He may be 0
+  ConstTensor kv;       // (keys, N, Hn + Hv), per head key then value
+  ConstTensor k_extra;  // (keys, He), shared by all heads; He may be 0
   double scale;
   Documents documents;
   Tensor o;            // (T, N, Hv)
@@ -57,9 +59,9 @@ struct AttentionForward {
   void check_shapes() const {
     check_attention(q, kv, k_extra, o, lse, documents);
     if (!probability.present()) return;
-    check(probability.shape.rank() == 2 && probability.shape[0] == q.shape[0] && probability.shape[1] >= documents.longest(),
+    check(probability.shape.rank() == 2 && probability.shape[0] == q.shape[0] && probability.shape[1] >= documents.most_keys(),
           "attention: probability is not (T, W), W the longest document or more",
-          {{"T", q.shape[0]}, {"longest", documents.longest()}, {"probability", probability.count()}});
+          {{"T", q.shape[0]}, {"longest", documents.most_keys()}, {"probability", probability.count()}});
     check(probability.dtype == lse.dtype, "attention: probability is not real",
           {{"lse", int(lse.dtype)}, {"probability", int(probability.dtype)}});
   }
@@ -68,15 +70,15 @@ struct AttentionForward {
 struct AttentionBackward {
   ConstTensor do_;      // (T, N, Hv)
   ConstTensor q;        // (T, N, Hn + He)
-  ConstTensor kv;       // (T, N, Hn + Hv)
-  ConstTensor k_extra;  // (T, He)
+  ConstTensor kv;       // (keys, N, Hn + Hv)
+  ConstTensor k_extra;  // (keys, He)
   ConstTensor o;        // (T, N, Hv)
   ConstTensor lse;      // (T, N) real
   double scale;
   Documents documents;
   Tensor dq;        // (T, N, Hn + He)
-  Tensor dkv;       // (T, N, Hn + Hv)
-  Tensor dk_extra;  // (T, He)
+  Tensor dkv;       // (keys, N, Hn + Hv)
+  Tensor dk_extra;  // (keys, He)
 
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   // On CUDA a block of keys takes a group of heads one after another and sums their dk_extra: few parts, yet blocks enough.
@@ -123,10 +125,16 @@ void attention(Context&, const AttentionBackward&);
 }  // namespace cuda
 
 inline void attention(Context& ctx, const AttentionForward& a) {
-  dispatch(ctx, "attention forward", a, [&] { cpu::attention(ctx, a); }, [&] { if constexpr (kHasCuda) cuda::attention(ctx, a); });
+  dispatch(ctx, "attention forward", a, [&] { cpu::attention(ctx, a); }, [&] {
+    a.documents.check_whole_on_device();
+    if constexpr (kHasCuda) cuda::attention(ctx, a);
+  });
 }
 inline void attention(Context& ctx, const AttentionBackward& a) {
-  dispatch(ctx, "attention backward", a, [&] { cpu::attention(ctx, a); }, [&] { if constexpr (kHasCuda) cuda::attention(ctx, a); });
+  dispatch(ctx, "attention backward", a, [&] { cpu::attention(ctx, a); }, [&] {
+    a.documents.check_whole_on_device();
+    if constexpr (kHasCuda) cuda::attention(ctx, a);
+  });
 }
 
 }  // namespace moetrain::ops

@@ -9,8 +9,8 @@
 //                     before the tokens in bins below it, count its own; then bias -= mean(bias). No tokens: bias stays.
 // sign_update         bias[e] += rate sign(mean(counts) - counts[e])
 // auxiliary_loss      P[t,e] = s[t,e] / (sum_e s[t,e] + 1e-20); for a group of n tokens f[e] = its slots of e / (n K), or
-//                     counts[e] / sum(counts) when given; loss += scale * sum_groups E sum_e f[e] mean_t P[t,e]
-//                     dP[t,e] = scale E f[e] / n, f held constant;
+//                     counts[e] / sum(counts) when given; loss += scale * sum_groups E sum_e f[e] sum_t P[t,e] / m, m = n or the
+//                     group's tokens on all ranks when given; dP[t,e] = scale E f[e] / m, f held constant;
 //                     dlogits[t,e] += (dP[t,e] - sum_j dP[t,j] P[t,j]) P[t,e] (1 - s[t,e]).
 //                     A group of no tokens, and a count of nothing, add nothing.
 // z_loss              z[t] = log sum_e exp(logits[t,e]); loss += scale sum_t z[t]^2;
@@ -101,10 +101,12 @@ struct AuxiliaryLoss {
   ConstTensor experts;                   // (T, K) i32
   std::span<const std::int64_t> groups;  // offsets of the token groups over which frequency and mean probability are taken (one
                                          // group: Switch; sequences: sequence-wise), first 0, last T; on the host
-  ConstTensor counts;                    // (E) i64 that replaces the groups' own counts (global batch); absent: own
+  ConstTensor counts;                    // i64 that replace the groups' own counts: (E) for all (global batch), or (groups, E);
+                                         // absent: own
   double scale;    // coefficient times this group's share of the whole (1 / groups, or tokens here / tokens in all)
   Tensor loss;     // (1) real; adds the scaled loss
   Tensor dlogits;  // (T, E) real; adds the scaled gradient; absent: loss only
+  std::span<const std::int64_t> tokens = {};  // (groups), of each on all ranks; empty: those here
   void check_shapes() const {
     check_router_logits(logits, "auxiliary_loss: logits are not (T, E) real");
     const auto T = logits.shape[0], E = logits.shape[1];
@@ -115,8 +117,11 @@ struct AuxiliaryLoss {
     for (std::size_t g = 1; g < groups.size(); ++g)
       check(groups[g - 1] <= groups[g], "auxiliary_loss: groups do not ascend",
             {{"group", std::int64_t(g)}, {"offset", groups[g]}});
-    check(!counts.present() || (counts.shape == Shape{E} && counts.dtype == DType::i64), "auxiliary_loss: counts are not (E) i64",
-          {{"E", E}, {"counts", counts.count()}, {"dtype", int(counts.dtype)}});
+    const auto given = std::int64_t(groups.size()) - 1;
+    check(!counts.present() || ((counts.shape == Shape{E} || counts.shape == Shape{given, E}) && counts.dtype == DType::i64),
+          "auxiliary_loss: counts are not (E) or (groups, E) i64", {{"E", E}, {"counts", counts.count()}, {"dtype", int(counts.dtype)}});
+    check(tokens.empty() || std::int64_t(tokens.size()) == given, "auxiliary_loss: not a number of tokens a group",
+          {{"groups", given}, {"tokens", std::int64_t(tokens.size())}});
     check_loss_and_slope(logits, loss, dlogits, "auxiliary_loss: loss is not (1) or dlogits not (T, E), real as logits");
   }
   static constexpr std::int64_t kGroupsTogether = 64;  // whose frequencies are held at once, on CUDA
@@ -191,6 +196,7 @@ inline void auxiliary_loss(Context& ctx, const AuxiliaryLoss& a) {
   dispatch(
       ctx, "auxiliary_loss forward", a, [&] { cpu::auxiliary_loss(ctx, a); },
       [&] {
+        check(a.tokens.empty() && a.counts.shape.rank() < 2, "auxiliary_loss: on CUDA groups lie whole on their rank");
         if constexpr (kHasCuda) cuda::auxiliary_loss(ctx, a);
       });
 }

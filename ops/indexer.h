@@ -1,6 +1,7 @@
 // indexer.h -- lightning indexer: index scores, selection of the top-k keys a query, and the KL loss that trains it.
 //
-//   u[t,j,s]     = q[t,j].k[s]                             s in t's document, s <= t
+//   u[t,j,s]     = q[t,j].k[s]                             s in t's document, s <= t; keys are T rows, or those of all slices
+//                                                          where documents have pieces elsewhere (ops/documents.h)
 //   I[t,s]       = sum_j weights[t,j] * max(u[t,j,s], 0)
 //   indices[t,:] = the K positions s of largest I[t,s], by I descending, of equal ones (+0 equals -0) the later first; where t has
 //                  fewer than K causal positions all of them, then -1. A score that is not a number ranks last. No gradient.
@@ -30,10 +31,10 @@ namespace moetrain::ops {
 
 struct IndexerSelect {
   ConstTensor q;        // (T, J, H)
-  ConstTensor k;        // (T, H)
+  ConstTensor k;        // (keys, H)
   ConstTensor weights;  // (T, J) real, already scaled by J^-1/2 H^-1/2; any sign
   Documents documents;
-  Tensor indices;                           // (T, K) i32, by score descending, ties to the later position, then -1
+  Tensor indices;                           // (T, K) i32, rows of k by score descending, ties to the later position, then -1
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   struct Scratch {
     Tensor scores;  // (rows, longest document): query rows whose scores are held at once
@@ -43,7 +44,7 @@ struct IndexerSelect {
   Scratch take_scratch(Context& ctx) const {                                                                // of the CUDA backend
     if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
     constexpr std::int64_t kBytes = std::int64_t(64) << 20, kFitsABlock = 16384;
-    const std::int64_t longest = documents.longest(), most = std::min(indices.shape[1], longest);
+    const std::int64_t longest = documents.most_keys(), most = std::min(indices.shape[1], longest);
     const std::int64_t spilled = most > kFitsABlock ? std::int64_t(std::bit_ceil(std::uint64_t(most))) : 0;
     const std::int64_t rows = std::clamp<std::int64_t>(kBytes / (4 * std::max<std::int64_t>(longest, 1) + 8 * spilled), 1,
                                                        std::max<std::int64_t>(q.shape[0], 1));
@@ -55,12 +56,14 @@ struct IndexerSelect {
     const auto T = q.shape[0], J = q.shape[1], H = q.shape[2];
     check(J >= 1 && H >= 1 && T <= std::numeric_limits<std::int32_t>::max(), "indexer_select: sizes",
           {{"T", T}, {"J", J}, {"H", H}});
-    check(k.shape == Shape{T, H}, "indexer_select: k is not (T, H)", {{"T", T}, {"H", H}, {"k", k.count()}});
+    check(k.shape == Shape{k.shape[0], H} && k.shape[0] <= std::numeric_limits<std::int32_t>::max(),
+          "indexer_select: k is not (keys, H)", {{"keys", k.shape[0]}, {"H", H}, {"k", k.count()}});
     check(weights.shape == Shape{T, J}, "indexer_select: weights is not (T, J)",
           {{"T", T}, {"J", J}, {"weights", weights.count()}});
     check(indices.shape[0] == T && indices.shape[1] >= 1, "indexer_select: indices is not (T, K)",
           {{"T", T}, {"indices", indices.count()}});
     documents.check_cover(T);
+    documents.check_keys(T, k.shape[0]);
     check(k.dtype == q.dtype && weights.dtype == real_of(q.dtype) && indices.dtype == DType::i32,
           "indexer_select: k is not of q's type, weights not real or indices not i32",
           {{"q", int(q.dtype)}, {"k", int(k.dtype)}, {"weights", int(weights.dtype)}, {"indices", int(indices.dtype)}});
@@ -69,7 +72,7 @@ struct IndexerSelect {
 
 struct IndexerLoss {
   ConstTensor q;        // (T, J, H)
-  ConstTensor k;        // (T, H)
+  ConstTensor k;        // (keys, H)
   ConstTensor weights;  // (T, J) real, already scaled
   ConstTensor target;   // (T, W) real, head-mean attention; normalised here over the row's key set
   ConstTensor indices;  // (T, W) i32, the key set of a row (sparse stage); absent: all causal keys, column = position - document
@@ -78,7 +81,7 @@ struct IndexerLoss {
   double gradient_scale;                    // coefficient / rows of the global batch
   Tensor loss;                              // (1) real; adds sum_t KL(target_t || softmax(score_t))
   Tensor dq;                                // (T, J, H); absent (with dk, dweights): loss only
-  Tensor dk;                                // (T, H)
+  Tensor dk;                                // (keys, H)
   Tensor dweights;                          // (T, J) real, gradient of the scaled weights
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   bool on_tensor_cores() const {            // of a CUDA device
@@ -125,12 +128,13 @@ struct IndexerLoss {
           {{"q", q.shape.rank()}, {"target", target.shape.rank()}});
     const auto T = q.shape[0], J = q.shape[1], H = q.shape[2];
     check(J >= 1 && H >= 1 && T <= std::numeric_limits<std::int32_t>::max(), "indexer_loss: sizes", {{"T", T}, {"J", J}, {"H", H}});
-    check(k.shape == Shape{T, H}, "indexer_loss: k is not (T, H)", {{"T", T}, {"H", H}, {"k", k.count()}});
+    check(k.shape == Shape{k.shape[0], H}, "indexer_loss: k is not (keys, H)", {{"keys", k.shape[0]}, {"H", H}, {"k", k.count()}});
     check(weights.shape == Shape{T, J}, "indexer_loss: weights is not (T, J)", {{"T", T}, {"J", J}, {"weights", weights.count()}});
     documents.check_cover(T);
-    check(target.shape[0] == T && (indices.present() || target.shape[1] >= documents.longest()),
+    documents.check_keys(T, k.shape[0]);
+    check(target.shape[0] == T && (indices.present() || target.shape[1] >= documents.most_keys()),
           "indexer_loss: target is not (T, W), W the longest document or more where no indices are given",
-          {{"T", T}, {"longest", documents.longest()}, {"target", target.count()}});
+          {{"T", T}, {"longest", documents.most_keys()}, {"target", target.count()}});
     check(loss.shape == Shape{1}, "indexer_loss: loss is not (1)", {{"loss", loss.count()}});
     const auto type = q.dtype, real = real_of(type);
     check(k.dtype == type && weights.dtype == real && target.dtype == real && loss.dtype == real,
@@ -168,6 +172,7 @@ inline void indexer_select(Context& ctx, const IndexerSelect& a) {
   dispatch(
       ctx, "indexer_select forward", a, [&] { cpu::indexer_select(ctx, a); },
       [&] {
+        a.documents.check_whole_on_device();
         if constexpr (kHasCuda) cuda::indexer_select(ctx, a);
       });
 }
@@ -175,6 +180,7 @@ inline void indexer_loss(Context& ctx, const IndexerLoss& a) {
   dispatch(
       ctx, "indexer_loss forward", a, [&] { cpu::indexer_loss(ctx, a); },
       [&] {
+        a.documents.check_whole_on_device();
         if constexpr (kHasCuda) cuda::indexer_loss(ctx, a);
       });
 }

@@ -26,7 +26,9 @@
 // No exp(-G) over a chunk: D is factored through a reference row between i and j in sub-blocks of kKdaSubChunk rows (both
 // exponents <= 0); diagonal sub-blocks through their middle row (bounded_gate: exponents within 40) or pair by pair.
 // Everything is written, nothing adds; nothing may alias. Arithmetic in real, state included. Chunks start afresh at every
-// document; an empty document hands its state (and its gradient) through. Repeatable; on the CPU for any number of threads.
+// document; an empty document hands its state (and its gradient) through. Of a document cut into slices, the state that enters is
+// read and its gradient written, and the state that leaves written and its gradient read, where documents.enters and leaves say so;
+// other states are neither. KdaStateBackward is the dS alone. Repeatable; on the CPU for any number of threads.
 #pragma once
 #include "ops/context.h"
 #include "ops/documents.h"
@@ -46,9 +48,9 @@ struct KdaForward {
   double scale;       // of the score, H^-1/2
   bool bounded_gate;  // g >= -5: diagonal sub-blocks may be factored through their middle row
   Documents documents;
-  ConstTensor initial_state;  // (documents, N, H, Hv) real; absent: zero
-  Tensor o;                   // (T, N, Hv)
-  Tensor final_state;         // (documents, N, H, Hv) real; absent: not wanted
+  ConstTensor initial_state;  // (states, N, H, Hv) real, states = documents.states(); absent: zero
+  Tensor o;                   // (T, N, Hv); absent: states alone are wanted
+  Tensor final_state;         // (states, N, H, Hv) real; absent: not wanted
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     check(q.shape.rank() == 3 && v.shape.rank() == 3, "kda: q is not (T, N, H) or v not (T, N, Hv)",
@@ -60,13 +62,13 @@ struct KdaForward {
     check(g.shape == q.shape && g.dtype == real, "kda: g is not (T, N, H) real", {{"q", q.count()}, {"g", g.count()}});
     check(beta.shape == Shape{T, N} && beta.dtype == real, "kda: beta is not (T, N) real",
           {{"T", T}, {"N", N}, {"beta", beta.count()}});
-    check(o.shape == v.shape && o.dtype == q.dtype, "kda: o does not fit v", {{"v", v.count()}, {"o", o.count()}});
+    check(!o.present() || (o.shape == v.shape && o.dtype == q.dtype), "kda: o does not fit v", {{"v", v.count()}, {"o", o.count()}});
     documents.check_cover(T);
-    const Shape states{documents.count(), N, H, Hv};
+    const Shape states{documents.states(), N, H, Hv};
     check(!initial_state.present() || (initial_state.shape == states && initial_state.dtype == real),
-          "kda: initial_state is not (documents, N, H, Hv) real", {{"states", states.count()}, {"it", initial_state.count()}});
+          "kda: initial_state is not (states, N, H, Hv) real", {{"states", states.count()}, {"it", initial_state.count()}});
     check(!final_state.present() || (final_state.shape == states && final_state.dtype == real),
-          "kda: final_state is not (documents, N, H, Hv) real", {{"states", states.count()}, {"it", final_state.count()}});
+          "kda: final_state is not (states, N, H, Hv) real", {{"states", states.count()}, {"it", final_state.count()}});
   }
 };
 
@@ -81,14 +83,14 @@ struct KdaBackward {
   double scale;
   bool bounded_gate;
   Documents documents;
-  ConstTensor initial_state;  // (documents, N, H, Hv) real; absent: zero
-  ConstTensor dfinal_state;   // (documents, N, H, Hv) real; absent: zero
+  ConstTensor initial_state;  // (states, N, H, Hv) real; absent: zero
+  ConstTensor dfinal_state;   // (states, N, H, Hv) real; absent: zero
   Tensor dq;                  // (T, N, H)
   Tensor dk;                  // (T, N, H)
   Tensor dv;                  // (T, N, Hv)
   Tensor dg;                  // (T, N, H) real
   Tensor dbeta;               // (T, N) real
-  Tensor dinitial_state;      // (documents, N, H, Hv) real; absent: not wanted
+  Tensor dinitial_state;      // (states, N, H, Hv) real; absent: not wanted
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
     KdaForward{form, q, k, v, g, beta, scale, bounded_gate, documents, initial_state, dv, dinitial_state}.check_shapes();
@@ -99,15 +101,33 @@ struct KdaBackward {
     check(dg.shape == g.shape && dg.dtype == real, "kda: dg does not fit g", {{"g", g.count()}, {"dg", dg.count()}});
     check(dbeta.shape == beta.shape && dbeta.dtype == real, "kda: dbeta does not fit beta",
           {{"beta", beta.count()}, {"dbeta", dbeta.count()}});
-    const Shape states{documents.count(), q.shape[1], q.shape[2], v.shape[2]};
+    const Shape states{documents.states(), q.shape[1], q.shape[2], v.shape[2]};
     check(!dfinal_state.present() || (dfinal_state.shape == states && dfinal_state.dtype == real),
-          "kda: dfinal_state is not (documents, N, H, Hv) real", {{"states", states.count()}, {"it", dfinal_state.count()}});
+          "kda: dfinal_state is not (states, N, H, Hv) real", {{"states", states.count()}, {"it", dfinal_state.count()}});
+  }
+};
+
+struct KdaStateBackward {
+  ConstTensor do_;   // (T, N, Hv)
+  ConstTensor q;     // (T, N, H)
+  ConstTensor k;     // (T, N, H)
+  ConstTensor g;     // (T, N, H) real
+  ConstTensor beta;  // (T, N) real
+  double scale;
+  bool bounded_gate;
+  Documents documents;
+  ConstTensor dfinal_state;  // (states, N, H, Hv) real; absent: zero
+  Tensor dinitial_state;     // (states, N, H, Hv) real
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
+  void check_shapes() const {
+    KdaForward{KdaForm::chunked, q, k, do_, g, beta, scale, bounded_gate, documents, dfinal_state, {}, dinitial_state}.check_shapes();
   }
 };
 
 namespace cpu {
 void kda(Context&, const KdaForward&);
 void kda(Context&, const KdaBackward&);
+void kda(Context&, const KdaStateBackward&);
 }  // namespace cpu
 
 inline void kda(Context& ctx, const KdaForward& a) {
@@ -115,6 +135,9 @@ inline void kda(Context& ctx, const KdaForward& a) {
 }
 inline void kda(Context& ctx, const KdaBackward& a) {
   dispatch(ctx, "kda backward", a, [&] { cpu::kda(ctx, a); });
+}
+inline void kda(Context& ctx, const KdaStateBackward& a) {
+  dispatch(ctx, "kda state backward", a, [&] { cpu::kda(ctx, a); });
 }
 
 }  // namespace moetrain::ops

@@ -1,6 +1,8 @@
 // kda_attention.cpp -- what kda_attention refuses, and the temporaries of its CUDA backend, which a dry run counts too.
 #include "ops/kda_attention.h"
 
+#include <algorithm>
+
 #include "ops/kda.h"
 
 namespace moetrain::ops {
@@ -26,8 +28,11 @@ void KdaAttention::check_shapes() const {
   check(!lower_bound || *lower_bound < 0, "kda_attention: lower_bound is not negative");
   documents.check_cover(T());
   check(!initial_state.present() || (initial_state.shape == states() && initial_state.dtype == real),
-        "kda_attention: initial_state is not (documents, N, H, H) real",
+        "kda_attention: initial_state is not (states, N, H, H) real",
         {{"states", states().count()}, {"it", initial_state.count()}});
+  check(!history.present() || (history.shape == histories() && history.dtype == q_in.dtype),
+        "kda_attention: history is not (3, states, k-1, P) of q_in's type",
+        {{"histories", histories().count()}, {"it", history.count()}});
 }
 
 void KdaAttentionForward::check_shapes() const {
@@ -36,8 +41,37 @@ void KdaAttentionForward::check_shapes() const {
     check(t.shape == Shape{x.T(), x.N(), x.H()} && t.dtype == x.q_in.dtype, "kda_attention: o or y is not (T, N, H)",
           {{"T", x.T()}, {"N", x.N()}, {"H", x.H()}, {"it", t.count()}});
   check(!final_state.present() || (final_state.shape == x.states() && final_state.dtype == real_of(x.q_in.dtype)),
-        "kda_attention: final_state is not (documents, N, H, H) real",
+        "kda_attention: final_state is not (states, N, H, H) real",
         {{"states", x.states().count()}, {"it", final_state.count()}});
+}
+
+namespace {
+
+void check_map(const KdaAttention& x, ConstTensor map) {
+  x.check_shapes();
+  check(!x.initial_state.present() && map.shape == x.maps() && map.dtype == real_of(x.q_in.dtype),
+        "kda_attention: map is not (states, N, H, 2 H) real, or a state is given", {{"maps", x.maps().count()}, {"it", map.count()}});
+}
+
+}  // namespace
+
+void KdaAttentionMap::check_shapes() const { check_map(x, map); }
+void KdaAttentionMapBackward::check_shapes() const {
+  check_map(x, map);
+  for (const ConstTensor& t : {dy, o})
+    check(t.shape == Shape{x.T(), x.N(), x.H()} && t.dtype == x.q_in.dtype, "kda_attention: dy or o is not (T, N, H)",
+          {{"T", x.T()}, {"N", x.N()}, {"H", x.H()}, {"it", t.count()}});
+}
+
+void KdaFold::check_shapes() const {
+  check(maps.shape.rank() == 4 && state.shape.rank() == 4, "kda_fold: maps and state are not of rank 4",
+        {{"maps", maps.shape.rank()}, {"state", state.shape.rank()}});
+  const Shape s = state.shape;
+  const std::int64_t most = s[0] > 0 ? maps.shape[0] / s[0] : std::max(first, end) + 1;
+  check(s[2] == s[3] && maps.shape == Shape{most * s[0], s[1], s[2], 2 * s[2]} && maps.dtype == state.dtype,
+        "kda_fold: maps are not (maps states, N, H, 2 H) of the type of state", {{"maps", maps.count()}, {"state", state.count()}});
+  check(first >= 0 && first <= most && end >= -1 && end <= most && (first < most || end >= first), "kda_fold: no such maps",
+        {{"first", first}, {"end", end}, {"maps", most}});
 }
 
 void KdaAttentionBackward::check_shapes() const {
@@ -64,8 +98,10 @@ void KdaAttentionBackward::check_shapes() const {
   fits(do_norm, x.o_norm);
   for (const ConstTensor& t : {dfinal_state, ConstTensor(dinitial_state)})
     check(!t.present() || (t.shape == x.states() && t.dtype == real),
-          "kda_attention: dfinal_state or dinitial_state is not (documents, N, H, H) real",
+          "kda_attention: dfinal_state or dinitial_state is not (states, N, H, H) real",
           {{"states", x.states().count()}, {"it", t.count()}});
+  check(!dhistory.present() || (dhistory.shape == x.histories() && dhistory.dtype == x.q_in.dtype),
+        "kda_attention: dhistory does not fit history", {{"histories", x.histories().count()}, {"it", dhistory.count()}});
 }
 
 std::int64_t KdaAttention::slots() const { return T() / kKdaChunk + documents.count(); }

@@ -9,6 +9,13 @@
 // add; nothing may alias. Arithmetic in real, states too; on CUDA with bf16 storage the operands of matrix products are bf16, their
 // sums f32. A bounded gate (lower_bound >= -5) lets the diagonal sub-blocks be factored; else they are done pair by pair. CUDA has
 // heads of up to 128 and up to 4 taps. Repeatable.
+//
+// A sequence cut into slices over ranks (Documents::Piece): the convolutions need the k - 1 rows before a slice (history), the delta
+// rule the state that enters it. What a slice makes of that state is affine, S' = M S + N, and so is the adjoint, dS = M^T dS' + G:
+//   KdaAttentionMap           N, the state that leaves from zero, beside M; both zero where nothing leaves, M where nothing that
+//                             leaves has entered
+//   KdaAttentionMapBackward   G, the gradient of the state that enters by this slice's outputs, beside M^T; likewise
+//   KdaFold                   the state after several maps, the first of them on zero
 #pragma once
 #include <optional>
 
@@ -34,7 +41,8 @@ struct KdaAttention {                 // what both passes are given; P = N H
   double scale;                       // of the score, H^-1/2
   double l2_eps, norm_eps;
   Documents documents;
-  ConstTensor initial_state;  // (documents, N, H, H) real; absent: zero
+  ConstTensor initial_state;  // (states, N, H, H) real, states = documents.states(); absent: zero
+  ConstTensor history = {};   // (3, states, k-1, P), of q_in, k_in, v_in (ops/short_conv.h); absent: zeros
 
   bool bounded_gate() const { return lower_bound && *lower_bound >= -5; }
   std::int64_t T() const { return q_in.shape[0]; }
@@ -42,7 +50,9 @@ struct KdaAttention {                 // what both passes are given; P = N H
   std::int64_t N() const { return a_log.shape[0]; }
   std::int64_t H() const { return dt_bias.shape[1]; }
   std::int64_t slots() const;  // KdaTiles
-  Shape states() const { return {documents.count(), N(), H(), H()}; }
+  Shape states() const { return {documents.states(), N(), H(), H()}; }
+  Shape maps() const { return {documents.states(), N(), H(), 2 * H()}; }
+  Shape histories() const { return {3, documents.states(), q_conv.shape[2] - 1, P()}; }
   void check_shapes() const;
 };
 
@@ -50,7 +60,7 @@ struct KdaAttentionForward {
   KdaAttention x;
   Tensor o;                                 // (T, N, H); kept for backward
   Tensor y;                                 // (T, N, H)
-  Tensor final_state;                       // (documents, N, H, H) real; absent: not wanted
+  Tensor final_state;                       // (states, N, H, H) real; absent: not wanted
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const;
   void take_scratch(Context& ctx) const;
@@ -60,7 +70,7 @@ struct KdaAttentionBackward {
   KdaAttention x;
   ConstTensor dy;                           // (T, N, H)
   ConstTensor o;                            // (T, N, H)
-  ConstTensor dfinal_state;                 // (documents, N, H, H) real; absent: zero
+  ConstTensor dfinal_state;                 // (states, N, H, H) real; absent: zero
   Tensor dq_in;                             // (T, P)
   Tensor dk_in;                             // (T, P)
   Tensor dv_in;                             // (T, P)
@@ -73,10 +83,35 @@ struct KdaAttentionBackward {
   Tensor da_log;                            // (N) real; adds; absent: frozen
   Tensor ddt_bias;                          // (N, H) real; adds; absent: frozen
   Tensor do_norm;                           // (H) real; adds; absent: frozen
-  Tensor dinitial_state;                    // (documents, N, H, H) real; absent: not wanted
+  Tensor dinitial_state;                    // (states, N, H, H) real; absent: not wanted
+  Tensor dhistory = {};                     // like history, written; absent: not wanted
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const;
   void take_scratch(Context& ctx) const;
+};
+
+struct KdaAttentionMap {
+  KdaAttention x;                           // without an initial state
+  Tensor map;                               // (states, N, H, 2 H) real, [N | M] a row
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
+  void check_shapes() const;
+};
+
+struct KdaAttentionMapBackward {
+  KdaAttention x;                           // without an initial state
+  ConstTensor dy;                           // (T, N, H)
+  ConstTensor o;                            // (T, N, H)
+  Tensor map;                               // (states, N, H, 2 H) real, [G | M^T] a row
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
+  void check_shapes() const;
+};
+
+struct KdaFold {
+  ConstTensor maps;         // (maps states, N, H, 2 H) real, [N | M]
+  std::int64_t first, end;  // the maps first, first + 1, ..., or where end < first downwards; that of `end` is not among them
+  Tensor state;             // (states, N, H, H) real: S = M S + N over them, from zero
+  static constexpr bool dry_on_cpu = true;  // ops/context.h
+  void check_shapes() const;
 };
 
 // What the CUDA backend takes, in slots: document n has its chunks of 64 rows in slots begin / 64 + n and on, so that a slot is
@@ -103,6 +138,9 @@ struct KdaTiles {
 namespace cpu {
 void kda_attention(Context&, const KdaAttentionForward&);
 void kda_attention(Context&, const KdaAttentionBackward&);
+void kda_attention(Context&, const KdaAttentionMap&);
+void kda_attention(Context&, const KdaAttentionMapBackward&);
+void kda_fold(Context&, const KdaFold&);
 }  // namespace cpu
 namespace cuda {
 void kda_attention(Context&, const KdaAttentionForward&);
@@ -113,6 +151,7 @@ inline void kda_attention(Context& ctx, const KdaAttentionForward& a) {
   dispatch(
       ctx, "kda_attention forward", a, [&] { cpu::kda_attention(ctx, a); },
       [&] {
+        a.x.documents.check_whole_on_device();
         if constexpr (kHasCuda) cuda::kda_attention(ctx, a);
       });
 }
@@ -120,8 +159,18 @@ inline void kda_attention(Context& ctx, const KdaAttentionBackward& a) {
   dispatch(
       ctx, "kda_attention backward", a, [&] { cpu::kda_attention(ctx, a); },
       [&] {
+        a.x.documents.check_whole_on_device();
         if constexpr (kHasCuda) cuda::kda_attention(ctx, a);
       });
+}
+inline void kda_attention(Context& ctx, const KdaAttentionMap& a) {
+  dispatch(ctx, "kda_attention map forward", a, [&] { cpu::kda_attention(ctx, a); });
+}
+inline void kda_attention(Context& ctx, const KdaAttentionMapBackward& a) {
+  dispatch(ctx, "kda_attention map backward", a, [&] { cpu::kda_attention(ctx, a); });
+}
+inline void kda_fold(Context& ctx, const KdaFold& a) {
+  dispatch(ctx, "kda_fold", a, [&] { cpu::kda_fold(ctx, a); });
 }
 
 }  // namespace moetrain::ops

@@ -1,6 +1,7 @@
 // sparse_attention.h -- softmax attention over a selected set of positions a query, in the latent space (MLA, absorbed).
 //
-//   qe = the last He columns of q; s runs over the positions in row t of indices, -1 left out
+//   qe = the last He columns of q; s runs over the positions in row t of indices, -1 left out: rows of latent, which are as many as
+//   queries, or more where queries are a slice of a sequence
 //   z[t,n,s]      = scale * ( q_latent[t,n].latent[s] + qe[t,n].k_extra[s] )
 //   lse[t,n]      = log sum_s exp z[t,n,s]                 A[t,n,s] = exp( z[t,n,s] - lse[t,n] )
 //   o_latent[t,n] = sum_s A[t,n,s] latent[s]               probability[t,j] = mean_n A[t,n,indices[t,j]]
@@ -38,9 +39,9 @@ void check_sparse_attention_inputs(const Args& a) {
         {{"T", T}, {"N", N}, {"C", C}});
   check(a.q.shape[0] == T && a.q.shape[1] == N && a.q.shape[2] >= He, "sparse_attention: q is not (T, N, Hn + He)",
         {{"T", T}, {"N", N}, {"He", He}, {"q", a.q.count()}});
-  check(a.latent.shape == Shape{T, C}, "sparse_attention: latent is not (T, C)",
-        {{"T", T}, {"C", C}, {"latent", a.latent.count()}});
-  check(a.k_extra.shape[0] == T, "sparse_attention: k_extra is not (T, He)", {{"T", T}, {"rows", a.k_extra.shape[0]}});
+  const auto keys = a.k_extra.shape[0];
+  check(a.latent.shape == Shape{keys, C} && keys <= std::numeric_limits<std::int32_t>::max(), "sparse_attention: latent is not (keys, C)",
+        {{"keys", keys}, {"C", C}, {"latent", a.latent.count()}});
   check(a.indices.shape[0] == T, "sparse_attention: indices is not (T, K)", {{"T", T}, {"rows", a.indices.shape[0]}});
   check(a.o_latent.shape == a.q_latent.shape, "sparse_attention: o_latent is not (T, N, C)",
         {{"T", T}, {"N", N}, {"C", C}, {"o_latent", a.o_latent.count()}});
@@ -66,9 +67,9 @@ bool sparse_attention_in_tiles(const Args& a) {
 struct SparseAttentionForward {
   ConstTensor q_latent;  // (T, N, C), absorbed query
   ConstTensor q;         // (T, N, Hn + He), used: the last He columns
-  ConstTensor latent;    // (T, C), key and value
-  ConstTensor k_extra;   // (T, He), shared by all heads; He may be 0
-  ConstTensor indices;   // (T, K) i32, positions in 0..T-1 of the same document; -1: empty slot
+  ConstTensor latent;    // (keys, C), key and value
+  ConstTensor k_extra;   // (keys, He), shared by all heads; He may be 0
+  ConstTensor indices;   // (T, K) i32, positions in 0..keys-1 of the same document; -1: empty slot
   double scale;
   Tensor o_latent;                          // (T, N, C)
   Tensor lse;                               // (T, N) real; kept for backward
@@ -93,16 +94,16 @@ struct SparseAttentionBackward {
   ConstTensor do_latent;  // (T, N, C)
   ConstTensor q_latent;   // (T, N, C)
   ConstTensor q;          // (T, N, Hn + He)
-  ConstTensor latent;     // (T, C)
-  ConstTensor k_extra;    // (T, He)
+  ConstTensor latent;     // (keys, C)
+  ConstTensor k_extra;    // (keys, He)
   ConstTensor indices;    // (T, K) i32
   ConstTensor o_latent;   // (T, N, C)
   ConstTensor lse;        // (T, N) real
   double scale;
   Tensor dq_latent;                         // (T, N, C)
   Tensor dq;                                // (T, N, Hn + He), written: the last He columns
-  Tensor dlatent;                           // (T, C)
-  Tensor dk_extra;                          // (T, He)
+  Tensor dlatent;                           // (keys, C)
+  Tensor dk_extra;                          // (keys, He)
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   // Of the CUDA backend, which holds some rows of queries at a time: the probabilities and the gradients of scores of their pairs.
   struct Scratch {
@@ -164,6 +165,8 @@ inline void sparse_attention(Context& ctx, const SparseAttentionForward& a) {
   dispatch(
       ctx, "sparse_attention forward", a, [&] { cpu::sparse_attention(ctx, a); },
       [&] {
+        check(a.latent.shape[0] == a.q.shape[0], "sparse_attention: on CUDA keys are as many as queries",
+              {{"keys", a.latent.shape[0]}, {"T", a.q.shape[0]}});
         if constexpr (kHasCuda) cuda::sparse_attention(ctx, a);
       });
 }
@@ -171,6 +174,8 @@ inline void sparse_attention(Context& ctx, const SparseAttentionBackward& a) {
   dispatch(
       ctx, "sparse_attention backward", a, [&] { cpu::sparse_attention(ctx, a); },
       [&] {
+        check(a.latent.shape[0] == a.q.shape[0], "sparse_attention: on CUDA keys are as many as queries",
+              {{"keys", a.latent.shape[0]}, {"T", a.q.shape[0]}});
         if constexpr (kHasCuda) cuda::sparse_attention(ctx, a);
       });
 }

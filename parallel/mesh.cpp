@@ -53,15 +53,17 @@ Mesh::Mesh(MeshShape shape, std::unique_ptr<Communicator> world, Device device) 
   };
   expert_ = axis_of("expert", data, control, members(shape, share_the_experts), Communicator::Lane::exchange);
   expert_data_ = axis_of("expert data", data, control, members(shape, [&](const Coordinates& c) { return c.expert == me.expert; }));
+  const auto share_sequences = [&](const Coordinates& c) { return c.data == me.data && c.expert == me.expert && c.tensor == me.tensor; };
+  sequence_ = axis_of("sequence", data, control, members(shape, share_sequences), Communicator::Lane::exchange);
 }
 
 void Mesh::settle() {
-  for (const Axis* axis : {&world_, &dense_, &expert_, &expert_data_}) axis->data->settle();
+  for (const Axis* axis : {&world_, &dense_, &expert_, &expert_data_, &sequence_}) axis->data->settle();
 }
 
 Traffic Mesh::traffic() const {
   Traffic sum;
-  for (const Axis* axis : {&world_, &dense_, &expert_, &expert_data_})
+  for (const Axis* axis : {&world_, &dense_, &expert_, &expert_data_, &sequence_})
     for (const Communicator* group : {axis->data.get(), axis->control.get()}) {
       const Traffic& t = group->traffic();
       sum.bytes_gathered += t.bytes_gathered;

@@ -29,6 +29,7 @@ struct Axis {
 //   dense         ranks that share dense parameters, cut over dp x ep x sp (equal tp)
 //   expert        ranks that hold the experts of one whole set between them (equal dp, sp, tp)
 //   expert_data   ranks that hold the same experts (equal ep): shard and sum those
+//   sequence      ranks that hold the slices of the same sequences, in their order (equal dp, ep, tp)
 class Mesh {
  public:
   // `world` is of host memory and must have shape.ranks() ranks; data travels in the device's memory. Collective.
@@ -42,6 +43,7 @@ class Mesh {
   Axis& dense() { return dense_; }
   Axis& expert() { return expert_; }
   Axis& expert_data() { return expert_data_; }
+  Axis& sequence() { return sequence_; }
   Traffic traffic() const;  // of all groups together
   void settle();            // Communicator::settle of all of them
 
@@ -49,7 +51,7 @@ class Mesh {
   MeshShape shape_;
   Device device_;  // of the data groups
   Coordinates here_;
-  Axis world_, dense_, expert_, expert_data_;
+  Axis world_, dense_, expert_, expert_data_, sequence_;
 };
 
 }  // namespace moetrain::parallel

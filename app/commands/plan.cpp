@@ -77,6 +77,10 @@ std::vector<Change> changes(const core::Config& job) {
         });
   add("twice the ranks, parallel.data_parallel: " + std::to_string(2 * p.data_parallel),
       [](core::Config& c) { c.parallel.data_parallel *= 2; });
+  const std::int64_t slices = 2 * p.sequence_parallel, S = job.data.sequence_length;
+  if (job.run.device == core::DeviceChoice::cpu && S % slices == 0 && S / slices >= job.model.linear_attn.short_conv_kernel_size - 1)
+    add("twice the ranks, parallel.sequence_parallel: " + std::to_string(slices),
+        [](core::Config& c) { c.parallel.sequence_parallel *= 2; });
   return found;
 }
 

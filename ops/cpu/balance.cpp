@@ -118,13 +118,15 @@ void add_auxiliary(const AuxiliaryLoss& a, const AuxiliaryLoss::Scratch& scratch
   double *f = scratch.frequency.as<double>(), *rows = scratch.rows.as<double>();
   const R* logits = a.logits.as<R>();
   R* dlogits = a.dlogits.present() ? a.dlogits.as<R>() : nullptr;
-  if (a.counts.present()) set_frequency(f, E, a.counts.as<std::int64_t>());
+  const bool by_group = a.counts.present() && a.counts.shape.rank() == 2;
+  if (a.counts.present() && !by_group) set_frequency(f, E, a.counts.as<std::int64_t>());
   double loss = 0;
   for (std::size_t g = 1; g < a.groups.size(); ++g) {
     const auto begin = a.groups[g - 1], end = a.groups[g];
     if (begin == end) continue;
+    if (by_group) set_frequency(f, E, a.counts.as<std::int64_t>() + std::int64_t(g - 1) * E);
     if (!a.counts.present()) set_frequency(f, E, a.experts.as<std::int32_t>() + begin * K, (end - begin) * K);
-    const double scale = a.scale * double(E) / double(end - begin);
+    const double scale = a.scale * double(E) / double(a.tokens.empty() ? end - begin : a.tokens[g - 1]);
 #pragma omp parallel for schedule(static) if ((end - begin) * E > kWorthThreads)
     for (std::int64_t t = begin; t < end; ++t)
       rows[t] = scale * balance_of(logits + t * E, f, E, scale, dlogits ? dlogits + t * E : nullptr);

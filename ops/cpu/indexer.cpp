@@ -22,10 +22,23 @@ constexpr std::int64_t kRows = 16;  // query rows whose dot products (kRows * J,
 constexpr std::int64_t kLanes = 8;
 
 struct Sizes {
-  std::int64_t T, J, H, longest;
+  std::int64_t T, keys, J, H, longest;  // longest: the most keys of a query
   template <class Args>
-  explicit Sizes(const Args& a) : T(a.q.shape[0]), J(a.q.shape[1]), H(a.q.shape[2]), longest(a.documents.longest()) {}
-  bool worth_threads(std::int64_t keys) const { return double(T) * double(keys) * double(J) * double(H) > 1e5; }
+  explicit Sizes(const Args& a)
+      : T(a.q.shape[0]), keys(a.k.shape[0]), J(a.q.shape[1]), H(a.q.shape[2]), longest(a.documents.most_keys()) {}
+  bool worth_threads(std::int64_t width) const { return double(T) * double(width) * double(J) * double(H) > 1e5; }
+};
+
+// Query rows [begin, end) of a document whose first token is row `first` of the keys, `before` tokens of it before `begin`.
+struct Block {
+  std::int64_t begin, end, first, before;
+  Block(const Documents& documents, std::int64_t n, std::int64_t begin_)
+      : begin(begin_),
+        end(std::min(begin + kRows, documents.end(n))),
+        first(documents.first_key(n)),
+        before(documents.before(n) + begin - documents.begin(n)) {}
+  std::int64_t keys() const { return before + end - begin; }
+  std::int64_t causal(std::int64_t t) const { return before + t - begin + 1; }
 };
 
 template <class R>
@@ -71,19 +84,18 @@ void select(Context& ctx, const IndexerSelect& a) {
   if (ctx.dry()) return;
   const std::int64_t needed = (kRows * J + 1) * size.longest;
   std::int32_t* const indices = a.indices.as<std::int32_t>();
-  std::vector<std::pair<std::int64_t, std::int64_t>> blocks;  // document, first row
+  std::vector<Block> blocks;
   for (std::int64_t n = 0; n < a.documents.count(); ++n)
-    for (std::int64_t t = a.documents.begin(n); t < a.documents.end(n); t += kRows) blocks.emplace_back(n, t);
+    for (std::int64_t t = a.documents.begin(n); t < a.documents.end(n); t += kRows) blocks.emplace_back(a.documents, n, t);
 #pragma omp parallel for schedule(dynamic) if (size.worth_threads(size.longest))
   for (std::size_t item = 0; item < blocks.size(); ++item) {
-    const auto [document, begin] = blocks[item];
-    const std::int64_t first = a.documents.begin(document), end = std::min(begin + kRows, a.documents.end(document)),
-                       keys = end - first;
+    const Block& b = blocks[item];
+    const std::int64_t keys = b.keys();
     R *const u = scratch + omp_get_thread_num() * needed, *const score = u + kRows * J * size.longest;
-    gemm<R>(false, true, (end - begin) * J, keys, H, R(1), q + begin * J * H, H, k + first * H, H, R(0), u, keys);
-    for (std::int64_t t = begin; t < end; ++t) {
-      score_row(u + (t - begin) * J * keys, keys, weights + t * J, J, t - first + 1, score);
-      select_row(score, t - first + 1, first, K, orders + omp_get_thread_num() * size.longest, indices + t * K);
+    gemm<R>(false, true, (b.end - b.begin) * J, keys, H, R(1), q + b.begin * J * H, H, k + b.first * H, H, R(0), u, keys);
+    for (std::int64_t t = b.begin; t < b.end; ++t) {
+      score_row(u + (t - b.begin) * J * keys, keys, weights + t * J, J, b.causal(t), score);
+      select_row(score, b.causal(t), b.first, K, orders + omp_get_thread_num() * size.longest, indices + t * K);
     }
   }
 }
@@ -133,23 +145,23 @@ struct Work {
   R *dq, *dweights, *row_loss;  // dq and dweights null: loss only
 };
 
-// Rows [begin, end) of a document over all their causal keys. dk: the lane's rows of this document.
+// The block's rows over all their causal keys. dk: the lane's rows of this document.
 template <class R>
-void dense_rows(const Work<R>& work, std::int64_t first, std::int64_t begin, std::int64_t end, R* scratch, R* dk) {
-  const std::int64_t J = work.size.J, H = work.size.H, W = work.a.target.shape[1], keys = end - first, rows = (end - begin) * J;
+void dense_rows(const Work<R>& work, const Block& b, R* scratch, R* dk) {
+  const std::int64_t J = work.size.J, H = work.size.H, W = work.a.target.shape[1], keys = b.keys(), rows = (b.end - b.begin) * J;
   R *const u = scratch, *const score = u + kRows * J * work.size.longest, *const p = score + work.size.longest;
-  const R *q = work.q + begin * J * H, *k = work.k + first * H;
+  const R *q = work.q + b.begin * J * H, *k = work.k + b.first * H;
   gemm<R>(false, true, rows, keys, H, R(1), q, H, k, H, R(0), u, keys);
-  for (std::int64_t t = begin; t < end; ++t) {
-    const std::int64_t causal = t - first + 1;
-    R* const u_row = u + (t - begin) * J * keys;
+  for (std::int64_t t = b.begin; t < b.end; ++t) {
+    const std::int64_t causal = b.causal(t);
+    R* const u_row = u + (t - b.begin) * J * keys;
     std::copy(work.target + t * W, work.target + t * W + causal, p);
     work.row_loss[t] = divergence_row(u_row, keys, work.weights + t * J, J, causal, R(work.a.gradient_scale), score, p,
                                       work.dq ? work.dweights + t * J : nullptr);
     for (std::int64_t j = 0; j < J; ++j) std::fill(u_row + j * keys + causal, u_row + (j + 1) * keys, R(0));
   }
   if (!work.dq) return;
-  gemm<R>(false, false, rows, H, keys, R(1), u, keys, k, H, R(0), work.dq + begin * J * H, H);
+  gemm<R>(false, false, rows, H, keys, R(1), u, keys, k, H, R(0), work.dq + b.begin * J * H, H);
   gemm<R>(true, false, keys, H, rows, R(1), u, keys, q, H, R(1), dk, H);
 }
 
@@ -198,7 +210,7 @@ void loss(Context& ctx, const IndexerLoss& a) {
                      dq ? dq->data : nullptr,
                      gradients ? a.dweights.as<R>() : nullptr,
                      row_loss};
-  const std::int64_t dk_size = gradients ? size.T * H : 0;
+  const std::int64_t dk_size = gradients ? size.keys * H : 0;
   R* const dk_lanes = ctx.scratch.zeros(DTypeOf<R>::value, {kLanes, dk_size}).template as<R>();
   const Shape needed = sparse ? Shape{W, J + 2 + 2 * H} : Shape{kRows * J + 2, size.longest};
   R* const scratch = ctx.scratch.take(DTypeOf<R>::value, {omp_get_max_threads(), needed[0], needed[1]}).template as<R>();
@@ -206,18 +218,19 @@ void loss(Context& ctx, const IndexerLoss& a) {
   if (sparse)
     for (std::int64_t i = 0; i < size.T * W; ++i) {
       const auto index = a.indices.as<std::int32_t>()[i];
-      check(-1 <= index && index < size.T, "indexer_loss: an index is no position", {{"at", i}, {"index", index}, {"T", size.T}});
+      check(-1 <= index && index < size.keys, "indexer_loss: an index is no position",
+            {{"at", i}, {"index", index}, {"keys", size.keys}});
     }
 #pragma omp parallel for schedule(dynamic) if (size.worth_threads(sparse ? W : size.longest))
   for (std::int64_t item = 0; item < a.documents.count() * kLanes; ++item) {
-    const std::int64_t lane = item % kLanes, first = a.documents.begin(item / kLanes), last = a.documents.end(item / kLanes);
+    const std::int64_t lane = item % kLanes, n = item / kLanes;
     R *const mine = scratch + omp_get_thread_num() * needed.count(), *const dk = dk_lanes + lane * dk_size;
-    for (std::int64_t begin = first + lane * kRows; begin < last; begin += kLanes * kRows) {
-      const std::int64_t end = std::min(begin + kRows, last);
+    for (std::int64_t t = a.documents.begin(n) + lane * kRows; t < a.documents.end(n); t += kLanes * kRows) {
+      const Block b(a.documents, n, t);
       if (sparse)
-        for (std::int64_t t = begin; t < end; ++t) sparse_row(work, t, mine, dk);
+        for (std::int64_t row = b.begin; row < b.end; ++row) sparse_row(work, row, mine, dk);
       else
-        dense_rows(work, first, begin, end, mine, gradients ? dk + first * H : nullptr);
+        dense_rows(work, b, mine, gradients ? dk + b.first * H : nullptr);
     }
   }
   a.loss.as<R>()[0] += R(std::accumulate(row_loss, row_loss + size.T, 0.0));

@@ -31,6 +31,7 @@ template <class Args>
 Sizes sizes_of(const Args& a) {
   return {a.q.shape[1], a.q.shape[2], a.v.shape[2]};
 }
+Sizes sizes_of(const KdaStateBackward& a) { return {a.q.shape[1], a.q.shape[2], a.do_.shape[2]}; }
 
 template <class R>
 R* take(Stack& scratch, const Shape& shape) {
@@ -68,17 +69,17 @@ R dot(const R* x, const R* y, std::int64_t count) {
   return sum;
 }
 
-// The state of one head, from a tensor of states or zero.
+// A state of head n, from a tensor of states or zero; no state: zero, and not stored.
 template <class R>
-void load_state(ConstTensor states, std::int64_t index, std::int64_t count, R* S) {
-  if (states.present())
-    std::copy_n(states.as<R>() + index * count, count, S);
+void load_state(ConstTensor states, std::int64_t state, Sizes s, std::int64_t n, R* S) {
+  if (states.present() && state >= 0)
+    std::copy_n(states.as<R>() + (state * s.N + n) * s.state(), s.state(), S);
   else
-    std::fill_n(S, count, R(0));
+    std::fill_n(S, s.state(), R(0));
 }
 template <class R>
-void store_state(const R* S, std::int64_t index, std::int64_t count, Tensor states) {
-  if (states.present()) std::copy_n(S, count, states.as<R>() + index * count);
+void store_state(const R* S, std::int64_t state, Sizes s, std::int64_t n, Tensor states) {
+  if (states.present() && state >= 0) std::copy_n(S, s.state(), states.as<R>() + (state * s.N + n) * s.state());
 }
 
 // Runs body(work of this thread, document, head) for every head of every document; Work is made from scratch once a thread.
@@ -145,17 +146,18 @@ template <class T>
 void recurrent_forward(Context& ctx, const KdaForward& a) {
   using R = cpu::acc_t<T>;
   const auto s = sizes_of(a);
-  T* o = a.o.as<T>();
+  T* o = a.o.present() ? a.o.as<T>() : nullptr;
   for_each_head<RecurrentForwardWork<R>>(ctx, a.documents, s, [&](auto& work, std::int64_t document, std::int64_t n) {
-    load_state(a.initial_state, document * s.N + n, s.state(), work.S);
+    load_state(a.initial_state, a.documents.enters(document), s, n, work.S);
     for (auto t = a.documents.begin(document); t < a.documents.end(document); ++t) {
       work.token.template load<T>(a, s, t, n);
       work.token.step(s, work.S);
+      if (!a.o.present()) continue;
       std::fill_n(work.o, s.Hv, R(0));
       for (std::int64_t d = 0; d < s.H; ++d) add_scaled(R(a.scale) * work.token.q[d], work.S + d * s.Hv, s.Hv, work.o);
       convert(work.o, s.Hv, o + s.value(t, n));
     }
-    store_state(work.S, document * s.N + n, s.state(), a.final_state);
+    store_state(work.S, a.documents.leaves(document), s, n, a.final_state);
   });
 }
 
@@ -215,13 +217,13 @@ void recurrent_backward(Context& ctx, const KdaBackward& a) {
   const T* do_ = a.do_.as<T>();
   for_each_head<RecurrentBackwardWork<R>>(ctx, a.documents, s, [&](auto& work, std::int64_t document, std::int64_t n) {
     const auto begin = a.documents.begin(document), end = a.documents.end(document), stretches = (end - begin + C - 1) / C;
-    load_state(a.initial_state, document * s.N + n, s.state(), work.S);
+    load_state(a.initial_state, a.documents.enters(document), s, n, work.S);
     for (auto t = begin; t < end; ++t) {
       if ((t - begin) % C == 0) std::copy_n(work.S, s.state(), work.entering + (t - begin) / C * s.state());
       work.token.template load<T>(a, s, t, n);
       work.token.step(s, work.S);
     }
-    load_state(a.dfinal_state, document * s.N + n, s.state(), work.dS);
+    load_state(a.dfinal_state, a.documents.leaves(document), s, n, work.dS);
     for (auto stretch = stretches - 1; stretch >= 0; --stretch) {
       const auto first = begin + stretch * C, last = std::min(end, first + C);
       std::copy_n(work.entering + stretch * s.state(), s.state(), work.S);
@@ -241,7 +243,7 @@ void recurrent_backward(Context& ctx, const KdaBackward& a) {
         convert(work.dg, s.H, dg + s.key(t, n));
       }
     }
-    store_state(work.dS, document * s.N + n, s.state(), a.dinitial_state);
+    store_state(work.dS, a.documents.enters(document), s, n, a.dinitial_state);
   });
 }
 
@@ -288,7 +290,7 @@ struct Chunk {
       const auto t = first + i;
       convert(a.q.template as<T>() + s.key(t, n), H, q + i * H);
       convert(a.k.template as<T>() + s.key(t, n), H, k + i * H);
-      convert(a.v.template as<T>() + s.value(t, n), s.Hv, v + i * s.Hv);
+      if constexpr (requires { a.v; }) convert(a.v.template as<T>() + s.value(t, n), s.Hv, v + i * s.Hv);
       beta[i] = a.beta.template as<R>()[t * s.N + n];
       const R* g = a.g.template as<R>() + s.key(t, n);
       for (std::int64_t d = 0; d < H; ++d) G[i * H + d] = (i > 0 ? G[(i - 1) * H + d] : 0) + double(g[d]);
@@ -414,6 +416,22 @@ struct Chunk {
     gemm<R>(true, false, s.H, s.Hv, rows, 1, k_out, s.H, values, s.Hv, 1, next, s.Hv);
   }
 
+  // dZ = (I + L)^-T (P^T dO + Kout dS'), (rows, Hv)
+  void gradient_of_pseudo_values(const R* L, const R* P, const R* do_, const R* dS, R* dZ) const {
+    gemm<R>(true, false, rows, s.Hv, rows, 1, P, C, do_, s.Hv, 0, dZ, s.Hv);
+    gemm<R>(false, false, rows, s.Hv, s.H, 1, k_out, s.H, dS, s.Hv, 1, dZ, s.Hv);
+    substitute_transposed(L, dZ);
+  }
+  // The gradient of the state that enters, from that of the one that leaves; before may be dS.
+  void retreat(const R* do_, const R* dv, R scale, const R* dS, R* before) const {
+    for (std::int64_t d = 0; d < s.H; ++d) {
+#pragma omp simd
+      for (std::int64_t x = 0; x < s.Hv; ++x) before[d * s.Hv + x] = last[d] * dS[d * s.Hv + x];
+    }
+    gemm<R>(true, false, s.H, s.Hv, rows, scale, q_in, s.H, do_, s.Hv, 1, before, s.Hv);
+    gemm<R>(true, false, s.H, s.Hv, rows, -1, k_in, s.H, dv, s.Hv, 1, before, s.Hv);
+  }
+
   static std::int64_t middle(std::int64_t r0, std::int64_t r1) { return r0 + std::min(B / 2, r1 - r0 - 1); }
 };
 
@@ -434,21 +452,59 @@ template <class T>
 void chunked_forward(Context& ctx, const KdaForward& a) {
   using R = cpu::acc_t<T>;
   const auto s = sizes_of(a);
-  T* o = a.o.as<T>();
+  T* o = a.o.present() ? a.o.as<T>() : nullptr;
   for_each_head<ChunkedForwardWork<R>>(ctx, a.documents, s, [&](auto& work, std::int64_t document, std::int64_t n) {
     auto& chunk = work.chunk;
-    load_state(a.initial_state, document * s.N + n, s.state(), work.S);
+    load_state(a.initial_state, a.documents.enters(document), s, n, work.S);
     for (auto first = a.documents.begin(document); first < a.documents.end(document); first += C) {
       const auto rows = std::min(C, a.documents.end(document) - first);
       chunk.template load<T>(a, first, rows, n);
       chunk.scores(R(a.scale), a.bounded_gate, work.L, work.P);
       chunk.pseudo_values(work.S, work.L, work.values);
-      gemm<R>(false, false, rows, s.Hv, s.H, R(a.scale), chunk.q_in, s.H, work.S, s.Hv, 0, work.o, s.Hv);
-      gemm<R>(false, false, rows, s.Hv, rows, 1, work.P, C, work.values, s.Hv, 1, work.o, s.Hv);
-      for (std::int64_t i = 0; i < rows; ++i) convert(work.o + i * s.Hv, s.Hv, o + s.value(first + i, n));
+      if (o) {
+        gemm<R>(false, false, rows, s.Hv, s.H, R(a.scale), chunk.q_in, s.H, work.S, s.Hv, 0, work.o, s.Hv);
+        gemm<R>(false, false, rows, s.Hv, rows, 1, work.P, C, work.values, s.Hv, 1, work.o, s.Hv);
+        for (std::int64_t i = 0; i < rows; ++i) convert(work.o + i * s.Hv, s.Hv, o + s.value(first + i, n));
+      }
       chunk.advance(work.S, work.values, work.S);
     }
-    store_state(work.S, document * s.N + n, s.state(), a.final_state);
+    store_state(work.S, a.documents.leaves(document), s, n, a.final_state);
+  });
+}
+
+template <class R>
+struct StateBackwardWork {
+  Chunk<R> chunk;
+  R *dS, *L, *P, *do_, *dv;
+  StateBackwardWork(Stack& scratch, Sizes s, std::int64_t)
+      : chunk(scratch, s),
+        dS(take<R>(scratch, s.state())),
+        L(take<R>(scratch, C * C)),
+        P(take<R>(scratch, C * C)),
+        do_(take<R>(scratch, C * s.Hv)),
+        dv(take<R>(scratch, C * s.Hv)) {}
+};
+
+template <class T>
+void state_backward(Context& ctx, const KdaStateBackward& a) {
+  using R = cpu::acc_t<T>;
+  const auto s = sizes_of(a);
+  const T* do_ = a.do_.as<T>();
+  for_each_head<StateBackwardWork<R>>(ctx, a.documents, s, [&](auto& work, std::int64_t document, std::int64_t n) {
+    auto& chunk = work.chunk;
+    const auto begin = a.documents.begin(document), end = a.documents.end(document);
+    load_state(a.dfinal_state, a.documents.leaves(document), s, n, work.dS);
+    for (auto i = (end - begin + C - 1) / C - 1; i >= 0; --i) {
+      const auto first = begin + i * C, rows = std::min(C, end - first);
+      chunk.template load<T>(a, first, rows, n);
+      chunk.scores(R(a.scale), a.bounded_gate, work.L, work.P);
+      for (std::int64_t r = 0; r < rows; ++r) convert(do_ + s.value(first + r, n), s.Hv, work.do_ + r * s.Hv);
+      chunk.gradient_of_pseudo_values(work.L, work.P, work.do_, work.dS, work.dv);
+      for (std::int64_t r = 0; r < rows; ++r)
+        for (std::int64_t x = 0; x < s.Hv; ++x) work.dv[r * s.Hv + x] *= chunk.beta[r];
+      chunk.retreat(work.do_, work.dv, R(a.scale), work.dS, work.dS);
+    }
+    store_state(work.dS, a.documents.enters(document), s, n, a.dinitial_state);
   });
 }
 
@@ -456,7 +512,7 @@ template <class R>
 struct ChunkedBackwardWork {
   Chunk<R> chunk;
   R *S, *L, *P, *values;  // of every chunk of the document: entering states, scores, pseudo values
-  R *dS, *dS_before;      // gradient of the state leaving the chunk, and entering it
+  R* dS;                  // gradient of the state leaving the chunk, then of that entering it
   R *do_, *dZ, *dv;
   R* dP;       // (rows, 2 C) strictly lower triangles, a row of dP and then of dL: products with both are one
   R* dP_self;  // the diagonal of dP
@@ -472,7 +528,6 @@ struct ChunkedBackwardWork {
         P(take<R>(scratch, {chunks, C, C})),
         values(take<R>(scratch, {chunks, rows_of_values})),
         dS(take<R>(scratch, s.state())),
-        dS_before(take<R>(scratch, s.state())),
         do_(take<R>(scratch, rows_of_values)),
         dZ(take<R>(scratch, rows_of_values)),
         dv(take<R>(scratch, rows_of_values)),
@@ -491,9 +546,7 @@ struct ChunkedBackwardWork {
   void through_state(const R* entering, const R* Li, const R* Pi, const R* pseudo, R scale) {
     const auto rows = chunk.rows, H = chunk.s.H, Hv = chunk.s.Hv;
     gemm<R>(false, true, rows, rows, Hv, scale, do_, Hv, pseudo, Hv, 0, dP, 2 * C);
-    gemm<R>(true, false, rows, Hv, rows, 1, Pi, C, do_, Hv, 0, dZ, Hv);
-    gemm<R>(false, false, rows, Hv, H, 1, chunk.k_out, H, dS, Hv, 1, dZ, Hv);
-    chunk.substitute_transposed(Li, dZ);
+    chunk.gradient_of_pseudo_values(Li, Pi, do_, dS, dZ);
     gemm<R>(false, true, rows, rows, Hv, -1, dZ, Hv, pseudo, Hv, 0, dP + C, 2 * C);
     for (std::int64_t i = 0; i < rows; ++i) {
       R *dP_row = dP + 2 * i * C, *dL_row = dP_row + C;
@@ -507,14 +560,8 @@ struct ChunkedBackwardWork {
     gemm<R>(false, true, rows, H, Hv, scale, do_, Hv, entering, Hv, 0, dq_in, H);
     gemm<R>(false, true, rows, H, Hv, -1, dv, Hv, entering, Hv, 0, dk_in, H);
     gemm<R>(false, true, rows, H, Hv, 1, pseudo, Hv, dS, Hv, 0, dk_out, H);
-    for (std::int64_t d = 0; d < H; ++d) {
-      leaving[d] = chunk.last[d] * dot(entering + d * Hv, dS + d * Hv, Hv);
-#pragma omp simd
-      for (std::int64_t x = 0; x < Hv; ++x) dS_before[d * Hv + x] = chunk.last[d] * dS[d * Hv + x];
-    }
-    gemm<R>(true, false, H, Hv, rows, scale, chunk.q_in, H, do_, Hv, 1, dS_before, Hv);
-    gemm<R>(true, false, H, Hv, rows, -1, chunk.k_in, H, dv, Hv, 1, dS_before, Hv);
-    std::swap(dS, dS_before);
+    for (std::int64_t d = 0; d < H; ++d) leaving[d] = chunk.last[d] * dot(entering + d * Hv, dS + d * Hv, Hv);
+    chunk.retreat(do_, dv, scale, dS, dS);
   }
 
   // a and c of rows [r0, r1) += what columns [c0, c1) give; the chunk holds the factors of their D.
@@ -634,7 +681,7 @@ void chunked_backward(Context& ctx, const KdaBackward& a) {
     auto& chunk = work.chunk;
     const auto begin = a.documents.begin(document), end = a.documents.end(document), chunks = (end - begin + C - 1) / C;
     auto rows_of = [&](std::int64_t i) { return std::min(C, end - begin - i * C); };
-    if (chunks > 0) load_state(a.initial_state, document * s.N + n, s.state(), work.S);
+    if (chunks > 0) load_state(a.initial_state, a.documents.enters(document), s, n, work.S);
     for (std::int64_t i = 0; i < chunks; ++i) {
       R *S = work.S + i * s.state(), *L = work.L + i * C * C, *values = work.values + i * C * s.Hv;
       chunk.template load<T>(a, begin + i * C, rows_of(i), n);
@@ -642,7 +689,7 @@ void chunked_backward(Context& ctx, const KdaBackward& a) {
       chunk.pseudo_values(S, L, values);
       if (i + 1 < chunks) chunk.advance(S, values, S + s.state());
     }
-    load_state(a.dfinal_state, document * s.N + n, s.state(), work.dS);
+    load_state(a.dfinal_state, a.documents.leaves(document), s, n, work.dS);
     for (auto i = chunks - 1; i >= 0; --i) {
       const auto first = begin + i * C, rows = rows_of(i);
       chunk.template load<T>(a, first, rows, n);
@@ -651,7 +698,7 @@ void chunked_backward(Context& ctx, const KdaBackward& a) {
       work.within_chunk(a.bounded_gate);
       work.template write<T>(a, first, n);
     }
-    store_state(work.dS, document * s.N + n, s.state(), a.dinitial_state);
+    store_state(work.dS, a.documents.enters(document), s, n, a.dinitial_state);
   });
 }
 
@@ -662,6 +709,9 @@ void cpu::kda(Context& ctx, const KdaForward& a) {
     using T = decltype(storage);
     a.form == KdaForm::recurrent ? recurrent_forward<T>(ctx, a) : chunked_forward<T>(ctx, a);
   });
+}
+void cpu::kda(Context& ctx, const KdaStateBackward& a) {
+  with_storage(a.q.dtype, [&](auto storage) { state_backward<decltype(storage)>(ctx, a); });
 }
 void cpu::kda(Context& ctx, const KdaBackward& a) {
   with_storage(a.q.dtype, [&](auto storage) {

@@ -26,14 +26,28 @@ R* taps_first(Context& ctx, ConstTensor w) {
   return taps;
 }
 
-// c[lane] of token t; u and taps stand at the first of the channels.
+// The inputs of one document at the first of some channels: its tokens here, and those before where it entered a slice.
+template <class T>
+struct Inputs {
+  const T *first, *history;  // of the token `begin`; of the oldest row, or null
+  std::int64_t k, P;
+  Inputs(ConstTensor u, ConstTensor history_rows, const Documents& documents, std::int64_t n, std::int64_t k_)
+      : first(u.as<T>() + documents.begin(n) * u.shape[1]), history(nullptr), k(k_), P(u.shape[1]) {
+    if (history_rows.present() && documents.enters(n) >= 0) history = history_rows.as<T>() + documents.enters(n) * (k - 1) * P;
+  }
+  // Of the token t after the first here, t >= -(k - 1); null: zeros.
+  const T* row(std::int64_t t) const { return t >= 0 ? first + t * P : history ? history + (k - 1 + t) * P : nullptr; }
+};
+
+// c[lane] of token t of the document, for channels from p0 on.
 template <class T, class R>
-void convolve(const T* u, const R* taps, std::int64_t k, std::int64_t P, std::int64_t lanes, std::int64_t begin, std::int64_t t,
-              R* c) {
+void convolve(const Inputs<T>& u, const R* taps, std::int64_t p0, std::int64_t lanes, std::int64_t t, R* c) {
   std::fill_n(c, lanes, R(0));
-  for (std::int64_t i = std::max<std::int64_t>(0, begin - t + k - 1); i < k; ++i) {
-    const T* row = u + (t - (k - 1) + i) * P;
-    const R* tap = taps + i * P;
+  for (std::int64_t i = 0; i < u.k; ++i) {
+    const T* row = u.row(t - (u.k - 1) + i);
+    if (!row) continue;
+    row += p0;
+    const R* tap = taps + i * u.P + p0;
 #pragma omp simd
     for (std::int64_t p = 0; p < lanes; ++p) c[p] += tap[p] * R(row[p]);
   }
@@ -43,18 +57,18 @@ template <class T>
 void forward(Context& ctx, const ShortConvForward& a) {
   using R = cpu::acc_t<T>;
   const auto P = a.u.shape[1], k = a.w.shape[2];
-  const T* u = a.u.as<T>();
   T* y = a.y.as<T>();
   const R* taps = taps_first<R>(ctx, a.w);
   if (ctx.dry()) return;
   for (std::int64_t n = 0; n < a.documents.count(); ++n) {
     const auto begin = a.documents.begin(n), end = a.documents.end(n);
+    const Inputs<T> u(a.u, a.history, a.documents, n, k);
 #pragma omp parallel for if ((end - begin) * P > kWorthThreads)
     for (std::int64_t t = begin; t < end; ++t) {
       R c[kLanes];
       for (std::int64_t p0 = 0; p0 < P; p0 += kLanes) {
         const auto lanes = std::min(kLanes, P - p0);
-        convolve(u + p0, taps + p0, k, P, lanes, begin, t, c);
+        convolve(u, taps, p0, lanes, t - begin, c);
         T* out = y + t * P + p0;
 #pragma omp simd
         for (std::int64_t p = 0; p < lanes; ++p) out[p] = T(c[p] * cpu::sigmoid(c[p]));
@@ -67,7 +81,7 @@ template <class T>
 void backward(Context& ctx, const ShortConvBackward& a) {
   using R = cpu::acc_t<T>;
   const auto P = a.u.shape[1], k = a.w.shape[2];
-  const T *dy = a.dy.as<T>(), *u = a.u.as<T>();
+  const T* dy = a.dy.as<T>();
   T* du = a.du.as<T>();
   R* dw = a.dw.present() ? a.dw.as<R>() : nullptr;
   const R* taps = taps_first<R>(ctx, a.w);
@@ -75,6 +89,7 @@ void backward(Context& ctx, const ShortConvBackward& a) {
   R* all_dc = ctx.scratch.take(real_of(a.u.dtype), {threads, padded, kLanes}).template as<R>();
   R* all_sums = ctx.scratch.take(real_of(a.u.dtype), {threads, k, kLanes}).template as<R>();
   if (ctx.dry()) return;
+  fill(ctx.device(), a.dhistory.data, 0, a.dhistory.bytes());
 #pragma omp parallel for if (a.u.count() > kWorthThreads)
   for (std::int64_t p0 = 0; p0 < P; p0 += kLanes) {
     const auto lanes = std::min(kLanes, P - p0);
@@ -82,31 +97,35 @@ void backward(Context& ctx, const ShortConvBackward& a) {
     R* sums = all_sums + omp_get_thread_num() * k * kLanes;
     std::fill_n(sums, k * kLanes, R(0));
     for (std::int64_t n = 0; n < a.documents.count(); ++n) {
-      const auto begin = a.documents.begin(n), length = a.documents.end(n) - begin;
+      const auto begin = a.documents.begin(n), length = a.documents.end(n) - begin, enters = a.documents.enters(n);
+      const Inputs<T> u(a.u, a.history, a.documents, n, k);
       std::fill_n(dc + length * kLanes, (k - 1) * kLanes, R(0));  // gradients of the tokens that the document does not have
       for (std::int64_t t = 0; t < length; ++t) {
         R* row = dc + t * kLanes;
-        convolve(u + p0, taps + p0, k, P, lanes, begin, begin + t, row);
+        convolve(u, taps, p0, lanes, t, row);
         const T* dy_row = dy + (begin + t) * P + p0;
 #pragma omp simd
         for (std::int64_t p = 0; p < lanes; ++p) {
           const R c = row[p], s = cpu::sigmoid(c);
           row[p] = R(dy_row[p]) * s * (1 + c * (1 - s));
         }
-        for (std::int64_t i = std::max<std::int64_t>(0, k - 1 - t); i < k; ++i) {
-          const T* u_row = u + (begin + t - (k - 1) + i) * P + p0;
+        for (std::int64_t i = 0; i < k; ++i) {
+          const T* u_row = u.row(t - (k - 1) + i);
+          if (!u_row) continue;
+          u_row += p0;
 #pragma omp simd
           for (std::int64_t p = 0; p < lanes; ++p) sums[i * kLanes + p] += row[p] * R(u_row[p]);
         }
       }
-      for (std::int64_t t = 0; t < length; ++t) {
+      const bool back = a.dhistory.present() && enters >= 0;
+      for (std::int64_t t = back ? -(k - 1) : 0; t < length; ++t) {
         R sum[kLanes] = {};
-        for (std::int64_t i = 0; i < k; ++i) {
+        for (std::int64_t i = 0; i < std::min(k, t + k); ++i) {
           const R *row = dc + (t + k - 1 - i) * kLanes, *tap = taps + i * P + p0;
 #pragma omp simd
           for (std::int64_t p = 0; p < lanes; ++p) sum[p] += tap[p] * row[p];
         }
-        T* out = du + (begin + t) * P + p0;
+        T* out = t >= 0 ? du + (begin + t) * P + p0 : a.dhistory.as<T>() + (enters * (k - 1) + k - 1 + t) * P + p0;
         for (std::int64_t p = 0; p < lanes; ++p) out[p] = T(sum[p]);
       }
     }

@@ -17,18 +17,18 @@ namespace {
 constexpr std::int64_t kLanes = 8, kRowsATurn = 16;  // lane l takes the rows t with (t / kRowsATurn) % kLanes == l
 
 struct Sizes {
-  std::int64_t T, N, C, He, Hq, K;
+  std::int64_t T, keys, N, C, He, Hq, K;
   std::int64_t width() const { return C + He; }  // of a key: latent, then extra
   template <class Args>
   explicit Sizes(const Args& a)
-      : T(a.q.shape[0]), N(a.q.shape[1]), C(a.q_latent.shape[2]), He(a.k_extra.shape[1]), Hq(a.q.shape[2]), K(a.indices.shape[1]) {}
+      : T(a.q.shape[0]), keys(a.latent.shape[0]), N(a.q.shape[1]), C(a.q_latent.shape[2]), He(a.k_extra.shape[1]), Hq(a.q.shape[2]), K(a.indices.shape[1]) {}
   bool worth_threads() const { return double(T) * double(K) * double(N) * double(width()) > 1e5; }
 };
 
-void check_indices(const std::int32_t* indices, std::int64_t count, std::int64_t T) {
+void check_indices(const std::int32_t* indices, std::int64_t count, std::int64_t keys) {
   for (std::int64_t i = 0; i < count; ++i)
-    check(-1 <= indices[i] && indices[i] < T, "sparse_attention: an index is no position",
-          {{"at", i}, {"index", indices[i]}, {"T", T}});
+    check(-1 <= indices[i] && indices[i] < keys, "sparse_attention: an index is no position",
+          {{"at", i}, {"index", indices[i]}, {"keys", keys}});
 }
 
 // What is read of one query, gathered: its own rows of all heads and the keys of its filled slots.
@@ -84,7 +84,7 @@ void forward(Context& ctx, const SparseAttentionForward& a) {
   R* const scratch = ctx.scratch.take(DTypeOf<R>::value, {threads, needed}).template as<R>();
   std::int32_t* const slots = ctx.scratch.take(DType::i32, {threads, s.K}).as<std::int32_t>();
   if (ctx.dry()) return;
-  check_indices(a.indices.as<std::int32_t>(), s.T * s.K, s.T);
+  check_indices(a.indices.as<std::int32_t>(), s.T * s.K, s.keys);
 #pragma omp parallel for schedule(static) if (s.worth_threads())
   for (std::int64_t t = 0; t < s.T; ++t) {
     Query<T> query(s, scratch + omp_get_thread_num() * needed, slots + omp_get_thread_num() * s.K, false);
@@ -103,7 +103,7 @@ void forward(Context& ctx, const SparseAttentionForward& a) {
   o_latent.round();
 }
 
-// Gradients of one query: its own are written, those of the keys it read are added to lane (T, C + He).
+// Gradients of one query: its own are written, those of the keys it read are added to lane (keys, C + He).
 template <class T, class R = acc_t<T>>
 void backward_row(const Sizes& s, const SparseAttentionBackward& a, std::int64_t t, Query<T>& query, R* lane) {
   const T *dout = a.do_latent.as<T>() + t * s.N * s.C, *o = a.o_latent.as<T>() + t * s.N * s.C;
@@ -149,13 +149,13 @@ void backward(Context& ctx, const SparseAttentionBackward& a) {
   using R = acc_t<T>;
   const Sizes s(a);
   const Scope scope(ctx.scratch);
-  const std::int64_t lanes = std::min(kLanes, (s.T + kRowsATurn - 1) / kRowsATurn), lane_size = s.T * s.width();
+  const std::int64_t lanes = std::clamp<std::int64_t>((s.T + kRowsATurn - 1) / kRowsATurn, 1, kLanes), lane_size = s.keys * s.width();
   const std::int64_t threads = omp_get_max_threads(), needed = Query<T>::reals_needed(s, true);
   R* const sums = ctx.scratch.zeros(DTypeOf<R>::value, {lanes, lane_size}).template as<R>();
   R* const scratch = ctx.scratch.take(DTypeOf<R>::value, {threads, needed}).template as<R>();
   std::int32_t* const slots = ctx.scratch.take(DType::i32, {threads, s.K}).as<std::int32_t>();
   if (ctx.dry()) return;
-  check_indices(a.indices.as<std::int32_t>(), s.T * s.K, s.T);
+  check_indices(a.indices.as<std::int32_t>(), s.T * s.K, s.keys);
 #pragma omp parallel for schedule(dynamic) if (s.worth_threads())
   for (std::int64_t lane = 0; lane < lanes; ++lane) {
     Query<T> query(s, scratch + omp_get_thread_num() * needed, slots + omp_get_thread_num() * s.K, true);
@@ -164,7 +164,7 @@ void backward(Context& ctx, const SparseAttentionBackward& a) {
   }
   T *dlatent = a.dlatent.as<T>(), *dk_extra = a.dk_extra.as<T>();
 #pragma omp parallel for schedule(static) if (lane_size > kWorthThreads)
-  for (std::int64_t t = 0; t < s.T; ++t) {
+  for (std::int64_t t = 0; t < s.keys; ++t) {
     R* total = sums + t * s.width();
     for (std::int64_t lane = 1; lane < lanes; ++lane)
       for (std::int64_t i = 0; i < s.width(); ++i) total[i] += total[lane * lane_size + i];

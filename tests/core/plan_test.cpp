@@ -240,6 +240,23 @@ TEST_CASE("ranks of a plan are those that a dry step of each tells apart", "[cor
   }
 }
 
+TEST_CASE("a sequence over ranks is planned: an eighth of the activations on each, alike but for the keys they see", "[core]") {
+  Config c = test::tiny_config();
+  c.data.sequence_length = 4096;
+  const Plan one = make_plan(c);
+  c.parallel.sequence_parallel = 8;
+  const Plan eight = make_plan(c);
+  int ranks = 0;
+  for (const RankPlan& r : eight.ranks) {
+    ranks += r.count;
+    CHECK(bytes(r, Category::activations) < 0.2 * double(bytes(one.ranks[0], Category::activations)));
+  }
+  CHECK(ranks == 8);
+  CHECK(eight.tokens == one.tokens);
+  CHECK(eight.flops.total() == one.flops.total());
+  CHECK(eight.bytes_gathered > one.bytes_gathered);
+}
+
 TEST_CASE("any number of micro-batches is planned from two", "[core]") {
   Config c = test::tiny_config();
   c.parallel.data_parallel = 2;

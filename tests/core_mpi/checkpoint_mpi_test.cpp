@@ -39,7 +39,8 @@ struct Layout {
   int data = 1, expert = 1;
   Sharding sharding = Sharding::full;
   bool expert_sharding = true;
-  int ranks() const { return data * expert; }
+  int sequence = 1;
+  int ranks() const { return data * expert * sequence; }
 };
 
 core::Config config_of(DType dtype, const Layout& l) {
@@ -49,9 +50,10 @@ core::Config config_of(DType dtype, const Layout& l) {
   c.moe.quantile_bins = 50;
   c.parallel.data_parallel = l.data;
   c.parallel.expert_parallel = l.expert;
+  c.parallel.sequence_parallel = l.sequence;
   c.parallel.sharding = l.sharding;
   c.parallel.expert_sharding = l.expert_sharding;
-  c.training.gradient_accumulation = 8 / l.ranks();
+  c.training.gradient_accumulation = 8 / (l.data * l.expert);
   return c;
 }
 
@@ -176,15 +178,16 @@ TEST_CASE("20 steps are 8 steps, a stop of one rank, and the rest: metrics, expe
   }
 }
 
-TEST_CASE("what any of eight layouts saved, every other loads to the last bit, and its next ten losses are those of the run that went on") {
+TEST_CASE("what any of nine layouts saved, every other loads to the last bit, and its next ten losses are those of the run that went on") {
   const std::vector<Layout> layouts{{1, 1, Sharding::full},     {4, 1, Sharding::full},      {1, 4, Sharding::optimizer},
                                     {2, 2, Sharding::full},     {2, 2, Sharding::gradients}, {2, 2, Sharding::none},
-                                    {2, 2, Sharding::full, false}, {4, 1, Sharding::none}};
+                                    {2, 2, Sharding::full, false}, {4, 1, Sharding::none},
+                                    {1, 2, Sharding::gradients, true, 2}};
   const SharedFolder folder;
   int number = 0;
   for (const bool tied : {false, true})
     for (const Layout& from : layouts) {
-      CAPTURE(tied, from.data, from.expert, int(from.sharding), from.expert_sharding);
+      CAPTURE(tied, from.data, from.expert, from.sequence, int(from.sharding), from.expert_sharding);
       const auto job = [&](DType dtype, const Layout& l) {
         core::Config c = config_of(dtype, l);
         if (tied) c.model = tiny_linear_config().model;
@@ -192,7 +195,7 @@ TEST_CASE("what any of eight layouts saved, every other loads to the last bit, a
         c.model.linear_attn.full_attn_layers = {2};
         c.data.sequence_length = 16;
         c.training.steps = 12;
-        c.training.gradient_accumulation = 4 / l.ranks();
+        c.training.gradient_accumulation = 4 / (l.data * l.expert);
         return c;
       };
       // fp64: what is loaded goes on alike. bf16: masters beside the weights.
@@ -221,7 +224,7 @@ TEST_CASE("what any of eight layouts saved, every other loads to the last bit, a
         CHECK(std::count_if(whole.begin(), whole.end(), [](const auto& w) { return w.first.starts_with("master/"); }) >
               (dtype == DType::bf16 ? 10 : -1));
         for (const Layout& to : layouts) {
-          CAPTURE(to.data, to.expert, int(to.sharding), to.expert_sharding);
+          CAPTURE(to.data, to.expert, to.sequence, int(to.sharding), to.expert_sharding);
           core::Trainer t(job(dtype, to), world_of(to.ranks()), Device::cpu, /*poison=*/true);
           core::load_checkpoint(t, saved + "/step_00000002", true);
           CHECK(differs(t, whole) == "");

@@ -39,12 +39,15 @@ struct Layout {
   Sharding sharding = Sharding::full;
   bool reshard = true, expert_sharding = true, recompute = false;
   std::int64_t parts = 1;  // of the exchange
+  int sequence = 1;
+  int ranks() const { return data * expert * sequence; }
 };
 
 core::Config config_of(const core::Config& base, const Layout& l) {
   core::Config c = base;
   c.parallel.data_parallel = l.data;
   c.parallel.expert_parallel = l.expert;
+  c.parallel.sequence_parallel = l.sequence;
   c.parallel.sharding = l.sharding;
   c.parallel.reshard_after_use = l.reshard;
   c.parallel.expert_sharding = l.expert_sharding;
@@ -55,13 +58,14 @@ core::Config config_of(const core::Config& base, const Layout& l) {
   return c;
 }
 
-Curve run(const core::Config& c, std::unique_ptr<parallel::Communicator> world, std::uint64_t text = 7) {
+// document_length: of every document; 0: uneven ones.
+Curve run(const core::Config& c, std::unique_ptr<parallel::Communicator> world, std::int64_t document_length = 0) {
   core::Trainer t(c, std::move(world), Device::cpu, /*poison=*/true);
   t.initialize();
   disturb(t, 0.05);
   Curve curve;
   for (int s = 0; s < kSteps; ++s) {
-    const auto r = t.step(synthetic_step(t, text));
+    const auto r = t.step(synthetic_step(t, /*seed=*/7, document_length));
     curve.losses.push_back(r.loss);
     curve.norms.push_back(r.grad_norm);
     curve.limited += r.rerouted + r.dropped;
@@ -75,17 +79,18 @@ Curve run(const core::Config& c, std::unique_ptr<parallel::Communicator> world, 
   return curve;
 }
 
-void check_layout(const core::Config& base, const Curve& one, const Layout& l, double bound = 1e-9) {
-  CAPTURE(l.data, l.expert, l.micro_batch, int(l.sharding), l.reshard, l.expert_sharding, l.recompute, l.parts);
-  const Curve c = run(config_of(base, l), world_of(l.data * l.expert));
+void check_layout(const core::Config& base, const Curve& one, const Layout& l, std::int64_t document_length = 0, double bound = 1e-9) {
+  CAPTURE(l.data, l.expert, l.sequence, l.micro_batch, int(l.sharding), l.reshard, l.expert_sharding, l.recompute, l.parts,
+          document_length);
+  const Curve c = run(config_of(base, l), world_of(l.ranks()), document_length);
   CHECK(difference(c.losses, one.losses, bound) == "");
   CHECK(difference(c.norms, one.norms, bound) == "");
   CHECK(c.expert_tokens == one.expert_tokens);
   CHECK(c.limited == one.limited);
 }
 
-Curve one_rank(const core::Config& base) {
-  const Curve one = run(config_of(base, {.micro_batch = kGlobalSequences}), parallel::solo());
+Curve one_rank(const core::Config& base, std::int64_t document_length = 0) {
+  const Curve one = run(config_of(base, {.micro_batch = kGlobalSequences}), parallel::solo(), document_length);
   REQUIRE(one.losses.back() < one.losses.front());
   return one;
 }
@@ -222,8 +227,8 @@ TEST_CASE("dropout of adapters falls on the same inputs on every mesh and accumu
 TEST_CASE("f32 gives the losses of one f64 rank within 1e-4 where nothing is selected, and bf16 storage follows them within 2 percent") {
   core::Config base = balanced(core::Balance::none);
   base.model.initializer_range = 0.1;
-  const auto four = [&](core::Config c, DType dtype) {
-    c = config_of(c, {.data = 2, .expert = 2, .micro_batch = 2});
+  const auto four = [&](core::Config c, DType dtype, const Layout& layout = {.data = 2, .expert = 2, .micro_batch = 2}) {
+    c = config_of(c, layout);
     c.run.dtype = dtype;
     return run(c, world_of(4));
   };
@@ -236,7 +241,91 @@ TEST_CASE("f32 gives the losses of one f64 rank within 1e-4 where nothing is sel
   const Curve apart = one(smooth), f32 = four(smooth, DType::f32);
   CHECK(difference(f32.losses, apart.losses, 1e-4) == "");
   CHECK(f32.expert_tokens == apart.expert_tokens);
+  for (const Layout& cut : {Layout{.expert = 2, .micro_batch = 2, .sequence = 2}, Layout{.micro_batch = 2, .sequence = 4}}) {
+    const Curve sliced = four(smooth, DType::f32, cut);
+    CHECK(difference(sliced.losses, apart.losses, 1e-4) == "");
+    CHECK(difference(sliced.norms, apart.norms, 1e-4) == "");
+    CHECK(sliced.expert_tokens == apart.expert_tokens);
+  }
   const auto mean = [](const Curve& c) { return std::accumulate(c.losses.begin(), c.losses.end(), 0.0) / double(c.losses.size()); };
   const double want = mean(one(base));  // means, since some tokens route otherwise in bf16
   CHECK(std::abs(mean(four(base, DType::bf16)) - want) <= 2e-2 * want);
+  CHECK(std::abs(mean(four(base, DType::bf16, {.micro_batch = 2, .sequence = 4})) - want) <= 2e-2 * want);
+}
+
+// Slices of 12 and 6 tokens, of documents of about 9; of one document a sequence, so that every slice but the first and the last is all
+// of its middle; of documents that begin at every border, at every second, and at none.
+TEST_CASE("sequences cut over ranks give the losses and norms of one rank, wherever documents begin") {
+  const auto base = balanced(core::Balance::quantile);
+  for (const std::int64_t document_length : {0, 24, 6, 12, 5}) {
+    const Curve one = one_rank(base, document_length);
+    check_layout(base, one, {.micro_batch = 2, .sequence = 2}, document_length);
+    check_layout(base, one, {.micro_batch = 2, .sequence = 4}, document_length);
+    check_layout(base, one, {.data = 2, .micro_batch = 2, .sequence = 2}, document_length);
+    check_layout(base, one, {.expert = 2, .micro_batch = 2, .sequence = 2}, document_length);
+  }
+}
+
+TEST_CASE("cut sequences with every sharding, accumulation, recomputation and exchange in parts give the losses of one rank") {
+  const auto base = balanced(core::Balance::quantile);
+  const Curve one = one_rank(base);
+  for (const auto sharding : {Sharding::full, Sharding::gradients, Sharding::optimizer, Sharding::none}) {
+    check_layout(base, one, {.expert = 2, .micro_batch = 4, .sharding = sharding, .sequence = 2});
+    check_layout(base, one, {.data = 2, .micro_batch = 1, .sharding = sharding, .recompute = true, .sequence = 2});
+  }
+  check_layout(base, one, {.micro_batch = 1, .recompute = true, .sequence = 4});
+  check_layout(base, one, {.micro_batch = 8, .reshard = false, .expert_sharding = false, .sequence = 4});
+  check_layout(base, one, {.expert = 2, .micro_batch = 2, .reshard = false, .parts = 3, .sequence = 2});
+}
+
+TEST_CASE("every balance gives the losses of one rank where sequences are cut") {
+  for (const auto balance : {core::Balance::sign, core::Balance::auxiliary, core::Balance::none}) {
+    const auto base = balanced(balance);
+    const Curve one = one_rank(base);
+    check_layout(base, one, {.micro_batch = 2, .sequence = 4});
+    check_layout(base, one, {.expert = 2, .micro_batch = 2, .sequence = 2});
+    check_layout(base, one, {.data = 2, .micro_batch = 2, .recompute = true, .sequence = 2});
+  }
+  auto base = balanced(core::Balance::auxiliary);
+  base.moe.auxiliary_scope = core::AuxiliaryScope::global_batch;
+  const Curve one = one_rank(base);
+  check_layout(base, one, {.expert = 2, .micro_batch = 4, .sequence = 2});
+  check_layout(base, one, {.micro_batch = 8, .sequence = 4});
+  base.moe.auxiliary_scope = core::AuxiliaryScope::micro_batch;
+  const Curve by_two = run(config_of(base, {.micro_batch = 2}), parallel::solo());
+  check_layout(base, by_two, {.micro_batch = 2, .sequence = 4});
+  check_layout(base, by_two, {.data = 2, .micro_batch = 2, .sequence = 2});
+}
+
+TEST_CASE("a dense indexer stage, and the Kimi-Linear kind, have the losses of one rank where sequences are cut") {
+  auto dense = balanced(core::Balance::none);
+  dense.loss.indexer_stage = core::IndexerStage::dense;
+  core::Config linear = tiny_linear_config();
+  linear.data.sequence_length = 24;
+  linear.optimizer.lr = 3e-3;
+  linear.moe.balance = core::Balance::quantile;
+  for (const auto& base : {dense, linear})
+    for (const std::int64_t document_length : {0, 24}) {
+      const Curve one = one_rank(base, document_length);
+      check_layout(base, one, {.micro_batch = 2, .sequence = 4}, document_length);
+      check_layout(base, one, {.expert = 2, .micro_batch = 1, .recompute = true, .sequence = 2}, document_length);
+    }
+}
+
+TEST_CASE("adapters and their dropout fall on the same tokens where sequences are cut") {
+  auto base = balanced(core::Balance::none);
+  base.optimizer.lr = 1e-2;
+  base.loss.indexer_stage = core::IndexerStage::dense;
+  base.lora = core::LoraConfig{
+      .rank = 8, .alpha = 16, .dropout = 0.25, .target = {"attention", "shared", "latent", "head", "*.mlp.*"}};
+  const Curve one = one_rank(base);
+  for (const std::int64_t micro_batch : {1, 2}) {
+    check_layout(base, one, {.micro_batch = micro_batch, .sequence = 4});
+    check_layout(base, one, {.expert = 2, .micro_batch = micro_batch, .sequence = 2});
+  }
+  base.lora = core::LoraConfig{.rank = 3, .alpha = 6, .shared_a = true, .target = {"attention", "shared", "expert_proj", "latent", "head"}};
+  base.loss.indexer_stage = core::IndexerStage::sparse;
+  const Curve with_experts = one_rank(base);
+  check_layout(base, with_experts, {.micro_batch = 2, .sequence = 4});
+  check_layout(base, with_experts, {.expert = 2, .micro_batch = 2, .recompute = true, .sequence = 2});
 }

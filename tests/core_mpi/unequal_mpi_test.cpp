@@ -67,6 +67,47 @@ void check_equal_to_one_rank(const core::Config& c, int data, int expert) {
 
 }  // namespace
 
+TEST_CASE("sequences of unequal length, some without a token in the last slices, are cut over ranks to the step of one rank") {
+  for (const auto balance : {core::Balance::quantile, core::Balance::auxiliary}) {
+    core::Config c = tiny_config();
+    c.moe.balance = balance;
+    c.moe.auxiliary_scope = core::AuxiliaryScope::sequence;
+    c.moe.auxiliary_coefficient = 0.05;
+    c.training.micro_batch_size = 2;
+    const auto whole = unequal(c);
+    std::vector<io::Batch> pairs;  // lengths 5 and 31, 17 and 1
+    for (std::size_t i = 0; i < whole.size(); i += 2) {
+      io::Batch joined = whole[i];
+      const io::Batch& more = whole[i + 1];
+      const auto base = std::int64_t(joined.tokens.size());
+      joined.tokens.insert(joined.tokens.end(), more.tokens.begin(), more.tokens.end());
+      joined.labels.insert(joined.labels.end(), more.labels.begin(), more.labels.end());
+      joined.sequences.push_back(base + more.sequences[1]);
+      for (std::size_t d = 1; d < more.documents.size(); ++d) joined.documents.push_back(base + more.documents[d]);
+      pairs.push_back(joined);
+    }
+    for (const auto& [data, sequence] : {std::pair{1, 4}, {2, 2}}) {
+      core::Config cut = c;
+      cut.parallel.sequence_parallel = sequence;
+      auto reference = make(c, 1, 1, parallel::solo());
+      auto many = make(cut, data, 1, parallel::mpi_world());
+      std::vector<io::Batch> mine;
+      for (int b = many->mesh().data_coordinate(); b < 2; b += data)
+        mine.push_back(slice_of(pairs[std::size_t(b)], many->slice(), c.data.sequence_length));
+      for (int s = 0; s < 3; ++s) {
+        CAPTURE(int(balance), sequence, s);
+        const auto x = reference->step(pairs), y = many->step(mine);
+        CHECK(x.label_tokens == y.label_tokens);
+        CHECK(x.tokens == y.tokens);
+        CHECK(std::abs(x.loss - y.loss) <= 1e-9 * std::abs(x.loss));
+        CHECK(std::abs(x.grad_norm - y.grad_norm) <= 1e-9 * x.grad_norm);
+        CHECK(x.expert_tokens == y.expert_tokens);
+        if (x.balance_loss) CHECK(std::abs(*x.balance_loss - *y.balance_loss) <= 1e-9 * *x.balance_loss);
+      }
+    }
+  }
+}
+
 TEST_CASE("unequal lengths and label counts a rank give the step of one rank") {
   core::Config c = tiny_config();
   c.moe.balance = core::Balance::quantile;
@@ -166,6 +207,12 @@ TEST_CASE("held-out loss is that of one rank under every layout, also where rank
   CHECK(std::isfinite(want));
   CHECK(std::abs(*one->evaluate(one->evaluation_batches(source, 4)) - want) <= 1e-12 * want);
   CHECK(std::abs(*many->evaluate(many->evaluation_batches(source, 1)) - want) <= 1e-12 * want);
+  c.parallel.sequence_parallel = 2;
+  for (const std::int64_t size : {4, 8}) {  // the last of seven sequences is short; the second coordinate has three of them, or none
+    c.training.micro_batch_size = size;
+    auto cut = make(c, 2, 1, parallel::mpi_world());
+    CHECK(std::abs(*cut->evaluate(cut->evaluation_batches(source, 1)) - want) <= 1e-12 * want);
+  }
 }
 
 TEST_CASE("replicated weights have the same bits on every rank after steps with unequal experts") {

@@ -77,6 +77,66 @@ TEST_CASE("packed windows, worked by hand", "[io][cpu]") {
   CHECK(wrapped.tokens == Ids{'g', 'h', 256, 'a', 'b', 'c', 256});
 }
 
+TEST_CASE("slices of windows, worked by hand", "[io][cpu]") {
+  const test::TempFolder folder;
+  io::write_token_file(folder / "t.h5", {{1, 2, 3, 4, 5, 6, 7, 8, 9, 10}, {0, 1, 4}, {}, 1000, ""});
+  const BatchSource source(options({folder / "t.h5"}, DataFormat::tokens, 8, true, false));
+  // windows: 1 | 2 3 4 | 5 6 7 8, 9 10; in slices of 4 a document begins at the border, in slices of 2 some go over it
+  const Batch half = source.read(0, 2, {1, 2});
+  CHECK(half.tokens == Ids{5, 6, 7, 8});
+  CHECK(half.labels == Ids{6, 7, 8, 9});
+  CHECK(half.sequences == Offsets{0, 4, 4});  // of the short window it has nothing
+  CHECK(half.documents == Offsets{0, 4, 4});
+  REQUIRE(half.pieces.size() == 2);
+  CHECK(half.pieces[0].before == 0);
+  CHECK_FALSE(half.pieces[0].goes_on);  // a window ends here, the document in the next window is another sequence's
+  CHECK(half.pieces[1].length == 2);
+  const Batch second = source.read(0, 1, {1, 4}), fourth = source.read(0, 1, {3, 4});
+  CHECK(second.tokens == Ids{3, 4});
+  CHECK(second.labels == Ids{4, -100});
+  CHECK(second.documents == Offsets{0, 2});
+  CHECK(second.pieces[0].before == 1);
+  CHECK_FALSE(second.pieces[0].goes_on);
+  CHECK(second.pieces[0].length == 8);
+  CHECK(fourth.tokens == Ids{7, 8});
+  CHECK(fourth.pieces[0].before == 2);
+  CHECK(source.read(0, 1, {0, 4}).pieces[0].goes_on);
+  CHECK(source.read(0, 1, {2, 4}).pieces[0].goes_on);
+  CHECK_THROWS_AS(source.read(0, 1, {0, 3}), Error);  // 3 does not divide 8
+}
+
+TEST_CASE("the slices of any window join to it", "[io][cpu]") {
+  const test::TempFolder folder;
+  const std::vector<std::string> paths = {ascending(folder, "b.h5", 0, 301), ascending(folder, "a.h5", 301, 57)};
+  const bool packing = GENERATE(true, false);
+  const std::int64_t S = 16, parts = GENERATE(2, 4, 16);
+  CAPTURE(packing, parts);
+  const BatchSource source(options(paths, DataFormat::tokens, S, packing, true));
+  for (std::int64_t n = 0; n < source.windows(); ++n) {
+    const Batch whole = source.read(n, 1);
+    Batch joined;
+    joined.documents = {0};
+    for (std::int64_t part = 0; part < parts; ++part) {
+      const Batch slice = source.read(n, 1, {part, parts});
+      const auto base = std::int64_t(joined.tokens.size());
+      const bool continues = slice.pieces[0].before > 0;
+      if (continues) CHECK(slice.pieces[0].before == base - joined.documents.back());
+      for (std::size_t d = continues; d + 1 < slice.documents.size(); ++d)
+        if (base + slice.documents[d] > joined.documents.back()) joined.documents.push_back(base + slice.documents[d]);
+      joined.tokens.insert(joined.tokens.end(), slice.tokens.begin(), slice.tokens.end());
+      joined.labels.insert(joined.labels.end(), slice.labels.begin(), slice.labels.end());
+      CHECK(slice.pieces[0].length == whole.sequences.back());
+      const auto end = std::int64_t(joined.tokens.size());
+      const bool starts = std::binary_search(whole.documents.begin(), whole.documents.end(), end);
+      CHECK(slice.pieces[0].goes_on == (!slice.tokens.empty() && !starts));
+    }
+    if (joined.documents.back() < whole.sequences.back()) joined.documents.push_back(whole.sequences.back());
+    CHECK(joined.tokens == whole.tokens);
+    CHECK(joined.labels == whole.labels);
+    CHECK(joined.documents == whole.documents);
+  }
+}
+
 TEST_CASE("windows without packing never cross a document", "[io][cpu]") {
   const test::TempFolder folder;
   io::write_token_file(folder / "t.h5", {{1, 2, 3, 4, 5, 6, 7, 8}, {0, 1, 6}, {}, 1000, ""});

@@ -7,11 +7,13 @@
 #include <cmath>
 #include <cstring>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
 #include "tests/support/on_device.h"
+#include "tests/support/sliced.h"
 #include "tests/support/slope.h"
 #include "tests/support/tensors.h"
 
@@ -481,4 +483,52 @@ TEST_CASE("attention on CUDA takes zero rows, and gives the same without probabi
 }
 
 }  // namespace
+
+TEST_CASE("attention of slices of the queries over all keys is that of all queries, and its gradients of keys sum to theirs", "[ops][cpu]") {
+  Bench bench(41);
+  const Starts starts{0, 3, 100, 101, 190};
+  const auto He = GENERATE(0, 5);
+  Problem p(bench, DType::f64, 3, 7, He, 6, starts);
+  p.forward(bench);
+  p.backward(bench);
+  const Tensor dkv = bench.zeros(DType::f64, p.kv.shape), dk_extra = bench.zeros(DType::f64, p.k_extra.shape);
+  for (const auto& [begin, end] : {std::pair<std::int64_t, std::int64_t>{0, 60}, {60, 100}, {100, 170}, {170, 190}}) {
+    CAPTURE(begin, end);
+    const Sliced slice(starts, begin, end);
+    const std::int64_t T = end - begin;
+    const auto rows = [&, b = begin, e = end](Tensor t) { return t.rows(b, e); };
+    const Tensor o = bench.empty(DType::f64, {T, p.N, p.Hv}), lse = bench.empty(DType::f64, {T, p.N}),
+                 probability = bench.empty(DType::f64, {T, p.W}), dq = bench.empty(DType::f64, {T, p.N, p.Hn + p.He}),
+                 some_dkv = bench.empty(DType::f64, p.kv.shape), some_dk_extra = bench.empty(DType::f64, p.k_extra.shape);
+    ops::attention(bench.context(), ops::AttentionForward{.q = rows(p.q),
+                                                          .kv = p.kv,
+                                                          .k_extra = p.k_extra,
+                                                          .scale = p.scale,
+                                                          .documents = slice.documents(),
+                                                          .o = o,
+                                                          .lse = lse,
+                                                          .probability = probability});
+    CHECK(difference(o, rows(p.o), 1e-12, 1e-12) == "");
+    CHECK(difference(lse, rows(p.lse), 1e-12, 1e-12) == "");
+    CHECK(difference(probability, rows(p.probability), 1e-12, 1e-12) == "");
+    ops::attention(bench.context(), ops::AttentionBackward{.do_ = rows(p.dout),
+                                                           .q = rows(p.q),
+                                                           .kv = p.kv,
+                                                           .k_extra = p.k_extra,
+                                                           .o = o,
+                                                           .lse = lse,
+                                                           .scale = p.scale,
+                                                           .documents = slice.documents(),
+                                                           .dq = dq,
+                                                           .dkv = some_dkv,
+                                                           .dk_extra = some_dk_extra});
+    CHECK(difference(dq, rows(p.dq), 1e-12, 1e-12) == "");
+    for (std::int64_t i = 0; i < dkv.count(); ++i) Bench::set(dkv, i, Bench::get(dkv, i) + Bench::get(some_dkv, i));
+    for (std::int64_t i = 0; i < dk_extra.count(); ++i) Bench::set(dk_extra, i, Bench::get(dk_extra, i) + Bench::get(some_dk_extra, i));
+  }
+  CHECK(difference(dkv, p.dkv, 1e-12, 1e-12) == "");
+  CHECK(difference(dk_extra, p.dk_extra, 1e-12, 1e-12) == "");
+  CHECK(bench.guards_hold());
+}
+
 }  // namespace moetrain::test

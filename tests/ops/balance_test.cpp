@@ -441,3 +441,33 @@ TEST_CASE("the router's losses on CUDA are within f32 rounding of f64 and repeat
     }
   }
 }
+
+TEST_CASE("groups cut over ranks, with counts and tokens of all of each, have the auxiliary loss of whole groups", "[ops][cpu]") {
+  const std::int64_t T = 30, E = 7, K = 2;
+  Bench b(9);
+  const auto logits = b.normal(DType::f64, {T, E}, 2), experts = routed(b, logits, b.zeros(DType::f64, {E}), K);
+  const std::vector<std::int64_t> groups{0, 18, T}, tokens{18, 12};
+  const auto counts = b.zeros(DType::i64, {2, E});
+  for (std::int64_t g = 0; g < 2; ++g)
+    ops::expert_count(b.context(), ops::ExpertCount{.experts = experts.rows(groups[std::size_t(g)], groups[std::size_t(g) + 1]),
+                                                    .counts = counts.rows(g, g + 1).reshape({E})});
+  const auto run = [&](std::int64_t begin, std::int64_t end, const std::vector<std::int64_t>& here, ConstTensor given,
+                       std::span<const std::int64_t> of_all, Tensor loss, Tensor dlogits) {
+    ops::auxiliary_loss(b.context(), ops::AuxiliaryLoss{.logits = logits.rows(begin, end),
+                                                        .experts = experts.rows(begin, end),
+                                                        .groups = here,
+                                                        .counts = given,
+                                                        .scale = 0.7,
+                                                        .loss = loss,
+                                                        .dlogits = dlogits.rows(begin, end),
+                                                        .tokens = of_all});
+  };
+  const auto whole = b.zeros(DType::f64, {1}), sum = b.zeros(DType::f64, {1});
+  const auto dwhole = b.zeros(DType::f64, {T, E}), dparts = b.zeros(DType::f64, {T, E});
+  run(0, T, groups, {}, {}, whole, dwhole);
+  run(0, 10, {0, 10, 10}, counts, tokens, sum, dparts);  // a rank without a token of the second group, and one with a part of both
+  run(10, T, {0, 8, 20}, counts, tokens, sum, dparts);
+  CHECK(difference(sum, whole, 1e-13) == "");
+  CHECK(difference(dparts, dwhole, 1e-12, 1e-15) == "");
+  CHECK(b.guards_hold());
+}

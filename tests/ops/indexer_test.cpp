@@ -7,11 +7,13 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
 #include "tests/support/on_device.h"
+#include "tests/support/sliced.h"
 #include "tests/support/slope.h"
 #include "tests/support/tensors.h"
 
@@ -553,4 +555,50 @@ TEST_CASE("indexer loss on CUDA gives the same bits in 20 runs, and takes zero r
 }
 
 }  // namespace
+
+TEST_CASE("indexer selects for a slice of the queries among all keys, and its losses and gradients sum to those of all", "[ops][cpu]") {
+  Bench bench(43);
+  const auto f64 = DType::f64;
+  const Starts starts{0, 3, 60, 61, 120};
+  const std::int64_t T = 120, J = 3, H = 5, K = 7;
+  const bool sparse = GENERATE(false, true);
+  const auto q = bench.normal(f64, {T, J, H}), k = bench.normal(f64, {T, H}), weights = bench.normal(f64, {T, J});
+  const auto indices = select(bench, q, k, weights, starts, K), target = bench.uniform(f64, {T, sparse ? K : 60}, 0, 1);
+  const auto run = [&](ConstTensor some_q, ConstTensor some_weights, ConstTensor some_target, ConstTensor some_indices,
+                       const ops::Documents& documents, Tensor loss, Tensor dq, Tensor dk, Tensor dweights) {
+    ops::indexer_loss(bench.context(), ops::IndexerLoss{.q = some_q,
+                                                        .k = k,
+                                                        .weights = some_weights,
+                                                        .target = some_target,
+                                                        .indices = sparse ? some_indices : ConstTensor{},
+                                                        .documents = documents,
+                                                        .gradient_scale = 0.3,
+                                                        .loss = loss,
+                                                        .dq = dq,
+                                                        .dk = dk,
+                                                        .dweights = dweights});
+  };
+  const auto loss = bench.zeros(f64, {1}), dq = bench.empty(f64, q.shape), dk = bench.empty(f64, k.shape), dw = bench.empty(f64, weights.shape);
+  run(q, weights, target, indices, {starts}, loss, dq, dk, dw);
+  const auto losses = bench.zeros(f64, {1}), dk_sum = bench.zeros(f64, k.shape);
+  for (const auto& [begin, end] : {std::pair<std::int64_t, std::int64_t>{0, 40}, {40, 60}, {60, 110}, {110, 120}}) {
+    CAPTURE(begin, end);
+    const Sliced slice(starts, begin, end);
+    const auto rows = [&, b = begin, e = end](Tensor t) { return t.rows(b, e); };
+    const auto selected = bench.empty(DType::i32, {end - begin, K});
+    ops::indexer_select(
+        bench.context(),
+        ops::IndexerSelect{.q = rows(q), .k = k, .weights = rows(weights), .documents = slice.documents(), .indices = selected});
+    CHECK(same(selected, rows(indices)));
+    const auto some_dq = bench.empty(f64, rows(q).shape), some_dk = bench.empty(f64, k.shape), some_dw = bench.empty(f64, rows(weights).shape);
+    run(rows(q), rows(weights), rows(target), rows(indices), slice.documents(), losses, some_dq, some_dk, some_dw);
+    CHECK(difference(some_dq, rows(dq), 1e-12, 1e-13) == "");
+    CHECK(difference(some_dw, rows(dw), 1e-12, 1e-13) == "");
+    for (std::int64_t i = 0; i < dk.count(); ++i) Bench::set(dk_sum, i, Bench::get(dk_sum, i) + Bench::get(some_dk, i));
+  }
+  CHECK(difference(losses, loss, 1e-12) == "");
+  CHECK(difference(dk_sum, dk, 1e-12, 1e-13) == "");
+  CHECK(bench.guards_hold());
+}
+
 }  // namespace moetrain::test

@@ -1,6 +1,8 @@
 // kda_attention_test.cpp -- the sub-layer is the composition of its parts, its gradients are its slopes, and CUDA is near f64.
 #include "ops/kda_attention.h"
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "ops/head_norm.h"
@@ -378,6 +380,144 @@ TEST_CASE("kda_attention on CUDA gives the same bits in 20 runs", "[ops][cuda]")
     const Results first = on_cuda(bench, p);
     for (int i = 0; i < 20; ++i) check_same(on_cuda(bench, p), first);
   }
+}
+
+TEST_CASE("kda_attention of slices, each entered by the folded maps of the others, is that of whole sequences", "[ops][cpu]") {
+  // Two sequences of 150 and 90 tokens in three slices, the second with documents that begin at a border, inside, and not at all.
+  using Starts = std::vector<std::int64_t>;
+  const Gates gates = GENERATE(Gates::bounded, Gates::unbounded);
+  const auto dtype = GENERATE(DType::f64, DType::f32);
+  Bench bench(31);
+  const Starts sequences{0, 150, 240}, starts = GENERATE(Starts{0, 150, 240}, Starts{0, 50, 110, 150, 155, 175, 240});
+  constexpr std::int64_t kSlices = 3, N = 2, H = 9, P = N * H, taps = 4;
+  Problem p(bench, dtype, starts, N, H, gates, taps);
+  for (Tensor* t : {&p.initial_state, &p.dfinal_state}) *t = bench.zeros(t->dtype, t->shape);
+  const Results whole = on_cpu(bench, p);
+  const auto real = real_of(dtype);
+  const auto begin_of = [&](std::int64_t sequence, std::int64_t slice) {
+    const auto i = std::size_t(sequence);
+    return sequences[i] + (sequences[i + 1] - sequences[i]) * slice / kSlices;
+  };
+
+  struct Slice {
+    Problem p;
+    std::vector<ops::Documents::Piece> pieces;
+    Tensor history, state, o, y;
+    ops::KdaAttention x() const {
+      auto inputs = p.inputs({.starts = p.starts, .pieces = pieces, .slices = 2});
+      inputs.initial_state = state;
+      inputs.history = history;
+      return inputs;
+    }
+  };
+  const auto rows_of = [&](Tensor t, std::int64_t slice) {  // both sequences' rows of a slice
+    std::vector<double> values;
+    for (std::int64_t b = 0; b < 2; ++b) {
+      const auto mine = values_of(t.rows(begin_of(b, slice), begin_of(b, slice + 1)));
+      values.insert(values.end(), mine.begin(), mine.end());
+    }
+    return bench.of(t.dtype, t.shape.with_dim0(std::int64_t(values.size()) / t.shape.row()), values);
+  };
+  std::vector<Slice> slices;
+  const Tensor maps = bench.empty(real, {kSlices * 2, N, H, 2 * H});
+  for (std::int64_t i = 0; i < kSlices; ++i) {
+    Slice s{p, {}, bench.zeros(dtype, {3, 2, taps - 1, P}), {}, {}, {}};
+    for (Tensor* t : {&s.p.q_in, &s.p.k_in, &s.p.v_in, &s.p.f, &s.p.b, &s.p.gate, &s.p.dy}) *t = rows_of(*t, i);
+    s.p.starts = {};
+    for (std::int64_t b = 0, here = 0; b < 2; ++b) {
+      const auto begin = begin_of(b, i), end = begin_of(b, i + 1);
+      for (std::size_t d = 0; d + 1 < starts.size(); ++d) {
+        const auto first = std::max(starts[d], begin), last = std::min(starts[d + 1], end);
+        if (first >= last) continue;
+        s.p.starts.push_back(here + first - begin);
+        s.pieces.push_back({first - starts[d], starts[d], first > starts[d] ? b : -1, last < starts[d + 1] ? b : -1});
+        for (std::int64_t back = 1; first > starts[d] && back < taps && first - back >= starts[d]; ++back)
+          for (std::int64_t stream = 0; stream < 3; ++stream)
+            for (std::int64_t c = 0; c < P; ++c)
+              Bench::set(s.history, ((stream * 2 + b) * (taps - 1) + taps - 1 - back) * P + c,
+                         Bench::get(std::array{p.q_in, p.k_in, p.v_in}[std::size_t(stream)], (first - back) * P + c));
+      }
+      here += end - begin;
+      if (b == 1) s.p.starts.push_back(here);
+    }
+    slices.push_back(s);
+  }
+  const double bound = dtype == DType::f64 ? 1e-10 : 2e-4;
+  for (std::int64_t i = 0; i < kSlices; ++i)
+    ops::kda_attention(bench.context(), ops::KdaAttentionMap{.x = slices[std::size_t(i)].x(), .map = maps.rows(2 * i, 2 * i + 2)});
+  for (std::int64_t i = 0; i < kSlices; ++i) {
+    Slice& s = slices[std::size_t(i)];
+    const Tensor state = bench.empty(real, {2, N, H, H});
+    ops::kda_fold(bench.context(), ops::KdaFold{.maps = maps, .first = 0, .end = i, .state = state});
+    s.state = state;
+    s.o = bench.empty(dtype, s.p.dy.shape);
+    s.y = bench.empty(dtype, s.p.dy.shape);
+    ops::kda_attention(bench.context(), ops::KdaAttentionForward{.x = s.x(), .o = s.o, .y = s.y, .final_state = {}});
+    CAPTURE(i);
+    CHECK(difference(s.y, rows_of(whole.y, i), bound, bound) == "");
+  }
+  for (std::int64_t i = 0; i < kSlices; ++i) {
+    const Slice& s = slices[std::size_t(i)];
+    auto from_zero = s.x();
+    from_zero.initial_state = {};
+    ops::kda_attention(bench.context(),
+                       ops::KdaAttentionMapBackward{.x = from_zero, .dy = s.p.dy, .o = s.o, .map = maps.rows(2 * i, 2 * i + 2)});
+  }
+  Results sums = whole;  // of the gradients of parameters, from 0.25 as on_cpu begins
+  const auto start = [&](Tensor& t) { t = bench.filled(real, t.shape, [](std::int64_t) { return 0.25; }); };
+  for (Tensor* t : {&sums.dq_conv, &sums.dk_conv, &sums.dv_conv, &sums.da_log, &sums.ddt_bias, &sums.do_norm}) start(*t);
+  Tensor behind;  // gradients of this slice's last rows by the convolutions of the next
+  for (std::int64_t i = kSlices; i-- > 0;) {
+    const Slice& s = slices[std::size_t(i)];
+    const Tensor dstate = bench.empty(real, {2, N, H, H}), dhistory = bench.empty(dtype, s.history.shape);
+    ops::kda_fold(bench.context(), ops::KdaFold{.maps = maps, .first = kSlices - 1, .end = i, .state = dstate});
+    Results r;
+    for (Tensor* t : {&r.dq_in, &r.dk_in, &r.dv_in, &r.df, &r.dgate}) *t = bench.empty(dtype, s.p.q_in.shape);
+    r.db = bench.empty(dtype, s.p.b.shape);
+    ops::kda_attention(bench.context(), ops::KdaAttentionBackward{.x = s.x(),
+                                                                  .dy = s.p.dy,
+                                                                  .o = s.o,
+                                                                  .dfinal_state = dstate,
+                                                                  .dq_in = r.dq_in,
+                                                                  .dk_in = r.dk_in,
+                                                                  .dv_in = r.dv_in,
+                                                                  .df = r.df,
+                                                                  .db = r.db,
+                                                                  .dgate = r.dgate,
+                                                                  .dq_conv = sums.dq_conv,
+                                                                  .dk_conv = sums.dk_conv,
+                                                                  .dv_conv = sums.dv_conv,
+                                                                  .da_log = sums.da_log,
+                                                                  .ddt_bias = sums.ddt_bias,
+                                                                  .do_norm = sums.do_norm,
+                                                                  .dinitial_state = {},
+                                                                  .dhistory = dhistory});
+    for (std::size_t n = 0; behind.present() && n < s.pieces.size(); ++n) {
+      const auto b = s.pieces[n].leaves, end = s.p.starts[n + 1];
+      for (std::int64_t back = 1; b >= 0 && back < taps && end - back >= s.p.starts[n]; ++back)
+        for (std::int64_t stream = 0; stream < 3; ++stream)
+          for (std::int64_t c = 0; c < P; ++c) {
+            const Tensor to = std::array{r.dq_in, r.dk_in, r.dv_in}[std::size_t(stream)];
+            const auto at = (end - back) * P + c;
+            Bench::set(to, at, Bench::get(to, at) + Bench::get(behind, ((stream * 2 + b) * (taps - 1) + taps - 1 - back) * P + c));
+          }
+    }
+    behind = dhistory;
+    CAPTURE(i);
+    CHECK(difference(r.dq_in, rows_of(whole.dq_in, i), bound, bound) == "");
+    CHECK(difference(r.dk_in, rows_of(whole.dk_in, i), bound, bound) == "");
+    CHECK(difference(r.dv_in, rows_of(whole.dv_in, i), bound, bound) == "");
+    CHECK(difference(r.df, rows_of(whole.df, i), bound, bound) == "");
+    CHECK(difference(r.db, rows_of(whole.db, i), bound, bound) == "");
+    CHECK(difference(r.dgate, rows_of(whole.dgate, i), bound, bound) == "");
+  }
+  CHECK(difference(sums.dq_conv, whole.dq_conv, bound, bound) == "");
+  CHECK(difference(sums.dk_conv, whole.dk_conv, bound, bound) == "");
+  CHECK(difference(sums.dv_conv, whole.dv_conv, bound, bound) == "");
+  CHECK(difference(sums.da_log, whole.da_log, bound, bound) == "");
+  CHECK(difference(sums.ddt_bias, whole.ddt_bias, bound, bound) == "");
+  CHECK(difference(sums.do_norm, whole.do_norm, bound, bound) == "");
+  CHECK(bench.guards_hold());
 }
 
 }  // namespace moetrain::test

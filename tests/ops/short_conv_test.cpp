@@ -43,6 +43,43 @@ TEST_CASE("short_conv gives silu of taps times history, worked by hand", "[ops][
   CHECK(bench.guards_hold());
 }
 
+TEST_CASE("short_conv goes on from the history of a document that entered, worked by hand, and its slope goes back", "[ops][cpu]") {
+  // k = 3, taps (1, 2, 3). Of three documents the first (4) entered slice 0 after (5, 1), the second (7) begins here.
+  Bench bench;
+  const Starts starts{0, 1, 2};
+  const std::vector<ops::Documents::Piece> pieces{{.before = 6, .first_key = 0, .enters = 0, .leaves = -1}, {.before = 0, .first_key = 6}};
+  const ops::Documents documents{.starts = starts, .on_device = {}, .pieces = pieces, .slices = 2};
+  const Tensor u = bench.of(DType::f64, {2, 1}, {4, 7}), w = bench.of(DType::f64, {1, 1, 3}, {1, 2, 3}),
+               history = bench.of(DType::f64, {2, 2, 1}, {5, 1, 100, 100}), y = bench.empty(DType::f64, u.shape);
+  const auto silu = [](double c) { return c / (1 + std::exp(-c)); };
+  const ops::ShortConvForward forward{.u = u, .w = w, .y = y, .documents = documents, .history = history};
+  ops::short_conv(bench.context(), forward);
+  CHECK(difference(values_of(y), {silu(5 + 2 + 12), silu(21)}, 1e-14) == "");
+
+  for (const Tensor& t : {u, history}) Bench::set(t, 0, -1.5);
+  Bench::set(u, 1, 0.1);
+  const Tensor dy = bench.normal(DType::f64, u.shape), du = bench.empty(DType::f64, u.shape), dw = bench.zeros(DType::f64, w.shape),
+               dhistory = bench.empty(DType::f64, history.shape);
+  ops::short_conv(bench.context(), ops::ShortConvBackward{.dy = dy,
+                                                          .u = u,
+                                                          .w = w,
+                                                          .du = du,
+                                                          .dw = dw,
+                                                          .documents = documents,
+                                                          .history = history,
+                                                          .dhistory = dhistory});
+  const auto loss = [&] {
+    ops::short_conv(bench.context(), forward);
+    return weighted_sum(y, dy);
+  };
+  CHECK(slope_difference(loss, u, du) == "");
+  CHECK(slope_difference(loss, w, dw) == "");
+  CHECK(slope_difference(loss, history, dhistory) == "");
+  CHECK(Bench::get(dhistory, 1) != 0);
+  CHECK(Bench::get(dhistory, 2) == 0);  // nothing entered slice 1
+  CHECK(bench.guards_hold());
+}
+
 TEST_CASE("short_conv backward is the slope of short_conv forward", "[ops][cpu]") {
   const std::int64_t taps = GENERATE(1, 2, 4, 7);
   Bench bench(2);

@@ -505,4 +505,32 @@ TEST_CASE("sparse attention on CUDA takes zero rows, and gives the same bits in 
 }
 
 }  // namespace
+
+TEST_CASE("sparse attention of a slice of the queries over all keys is that of all queries, and its gradients of keys sum up", "[ops][cpu]") {
+  Bench bench(47);
+  const Starts starts{0, 3, 40, 41, 90};
+  Problem p(bench, DType::f64, 3, 7, 4, scattered(bench, starts, 6, 5, 48));
+  p.forward(bench);
+  p.backward(bench);
+  const Tensor dlatent = bench.zeros(DType::f64, p.latent.shape), dk_extra = bench.zeros(DType::f64, p.k_extra.shape);
+  for (const auto& [begin, end] : {std::pair<std::int64_t, std::int64_t>{0, 33}, {33, 33}, {33, 41}, {41, 90}}) {
+    CAPTURE(begin, end);
+    Problem slice = p;
+    for (Tensor Problem::*t : {&Problem::q_latent, &Problem::q, &Problem::indices, &Problem::dout, &Problem::o, &Problem::lse,
+                               &Problem::probability, &Problem::dq_latent, &Problem::dq})
+      slice.*t = bench.copy((p.*t).rows(begin, end));
+    slice.dlatent = bench.empty(DType::f64, p.latent.shape);
+    slice.dk_extra = bench.empty(DType::f64, p.k_extra.shape);
+    slice.forward(bench);
+    slice.backward(bench);
+    for (Tensor Problem::*t : {&Problem::o, &Problem::lse, &Problem::probability, &Problem::dq_latent})
+      CHECK(difference(slice.*t, (p.*t).rows(begin, end), 1e-13, 1e-13) == "");
+    for (std::int64_t i = 0; i < dlatent.count(); ++i) Bench::set(dlatent, i, Bench::get(dlatent, i) + Bench::get(slice.dlatent, i));
+    for (std::int64_t i = 0; i < dk_extra.count(); ++i) Bench::set(dk_extra, i, Bench::get(dk_extra, i) + Bench::get(slice.dk_extra, i));
+  }
+  CHECK(difference(dlatent, p.dlatent, 1e-12, 1e-13) == "");
+  CHECK(difference(dk_extra, p.dk_extra, 1e-12, 1e-13) == "");
+  CHECK(bench.guards_hold());
+}
+
 }  // namespace moetrain::test

@@ -45,7 +45,9 @@ TEST_CASE("groups of a 2x3x2x2 mesh have the sizes and places that the axes say"
     CHECK(mesh.expert().data->rank() == c.expert);
     CHECK(mesh.expert_data().data->size() == 8);
     CHECK(mesh.expert_data().data->rank() == (c.data * 2 + c.sequence) * 2 + c.tensor);
-    for (Axis* axis : {&mesh.world(), &mesh.dense(), &mesh.expert(), &mesh.expert_data()}) {
+    CHECK(mesh.sequence().data->size() == 2);
+    CHECK(mesh.sequence().data->rank() == c.sequence);
+    for (Axis* axis : {&mesh.world(), &mesh.dense(), &mesh.expert(), &mesh.expert_data(), &mesh.sequence()}) {
       CHECK(axis->control->size() == axis->data->size());
       CHECK(axis->control->rank() == axis->data->rank());
     }

@@ -18,16 +18,18 @@ std::vector<int> ranks_of(Communicator& group, int me) {
 
 TEST_CASE("every group of every mesh of four ranks gathers the ranks that share its coordinates", "[parallel][mpi]") {
   for (const MeshShape shape : {MeshShape{.data = 4}, MeshShape{.expert = 4}, MeshShape{.data = 2, .expert = 2},
-                                MeshShape{.expert = 2, .tensor = 2}, MeshShape{.data = 2, .sequence = 2}, MeshShape{.tensor = 4}}) {
+                                MeshShape{.expert = 2, .tensor = 2}, MeshShape{.data = 2, .sequence = 2}, MeshShape{.sequence = 2, .tensor = 2},
+                                MeshShape{.tensor = 4}}) {
     Mesh mesh(shape, mpi_world());
     const Coordinates me = mesh.here();
-    std::vector<int> world, dense, expert, expert_data;
+    std::vector<int> world, dense, expert, expert_data, sequence;
     for (int r = 0; r < shape.ranks(); ++r) {
       const Coordinates c = coordinates_of(shape, r);
       world.push_back(r);
       if (c.tensor == me.tensor) dense.push_back(r);
       if (c.data == me.data && c.sequence == me.sequence && c.tensor == me.tensor) expert.push_back(r);
       if (c.expert == me.expert) expert_data.push_back(r);
+      if (c.data == me.data && c.expert == me.expert && c.tensor == me.tensor) sequence.push_back(r);
     }
     for (const bool control : {false, true}) {
       const auto side = [&](Axis& axis) -> Communicator& { return control ? *axis.control : *axis.data; };
@@ -35,8 +37,9 @@ TEST_CASE("every group of every mesh of four ranks gathers the ranks that share 
       CHECK(ranks_of(side(mesh.dense()), mesh.rank()) == dense);
       CHECK(ranks_of(side(mesh.expert()), mesh.rank()) == expert);
       CHECK(ranks_of(side(mesh.expert_data()), mesh.rank()) == expert_data);
+      CHECK(ranks_of(side(mesh.sequence()), mesh.rank()) == sequence);
     }
-    const auto others = world.size() + dense.size() + expert.size() + expert_data.size() - 4;
+    const auto others = world.size() + dense.size() + expert.size() + expert_data.size() + sequence.size() - 5;
     CHECK(mesh.traffic().bytes_gathered == std::int64_t(2 * sizeof(int) * others));
   }
 }

@@ -1,5 +1,6 @@
 // tiny.h -- small models of each kind, and synthetic sequences that are a function of their number, for tests of core.
 #pragma once
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -71,9 +72,10 @@ inline core::Config tiny_linear_config() {
   return c;
 }
 
-// Sequences first .. first + count - 1: S tokens each, documents of uneven lengths (one of a single token now and then), labels the
-// next token of the document, some ignored.
-inline io::Batch synthetic_batch(const core::Config& c, std::int64_t first, std::int64_t count, std::uint64_t seed = 7) {
+// Sequences first .. first + count - 1: S tokens each, documents of uneven lengths (one of a single token now and then) or of a given
+// length, labels the next token of the document, some ignored.
+inline io::Batch synthetic_batch(const core::Config& c, std::int64_t first, std::int64_t count, std::uint64_t seed = 7,
+                                 std::int64_t document_length = 0) {
   io::Batch b;
   b.sequences = {0};
   b.documents = {0};
@@ -87,7 +89,7 @@ inline io::Batch synthetic_batch(const core::Config& c, std::int64_t first, std:
       // A language with something to learn: the next token mostly follows from the last.
       const auto last = t > 0 ? b.tokens.back() : 0;
       b.tokens.push_back(std::int32_t(r[0] % 4 != 0 ? (last * 5 + 3 + r[1] % 2) % c.model.vocab_size : r[2] % c.model.vocab_size));
-      starts[std::size_t(t)] = t == 0 || r[3] % 9 == 0;
+      starts[std::size_t(t)] = t == 0 || (document_length > 0 ? t % document_length == 0 : r[3] % 9 == 0);
     }
     for (std::int64_t t = 0; t < S; ++t) {
       const bool ends = t + 1 == S || starts[std::size_t(t) + 1];
@@ -100,13 +102,42 @@ inline io::Batch synthetic_batch(const core::Config& c, std::int64_t first, std:
   return b;
 }
 
+// A slice of each sequence: io::BatchSource::read's, token by token.
+inline io::Batch slice_of(const io::Batch& whole, io::Slice slice, std::int64_t S) {
+  if (slice.of == 1) return whole;
+  io::Batch b;
+  b.sequences = {0};
+  const auto starts_at = [&](std::int64_t t) { return std::binary_search(whole.documents.begin(), whole.documents.end(), t); };
+  for (std::size_t n = 0; n + 1 < whole.sequences.size(); ++n) {
+    const std::int64_t begin = whole.sequences[n], end = whole.sequences[n + 1], share = S / slice.of;
+    io::Batch::Piece piece{.length = end - begin};
+    b.documents.push_back(std::int64_t(b.tokens.size()));
+    for (std::int64_t t = begin; t < end; ++t) {
+      if ((t - begin) / share != slice.index) continue;
+      const bool first = b.documents.back() == std::int64_t(b.tokens.size());
+      if (first)
+        for (std::int64_t s = t; !starts_at(s); --s) ++piece.before;
+      else if (starts_at(t))
+        b.documents.push_back(std::int64_t(b.tokens.size()));
+      b.tokens.push_back(whole.tokens[std::size_t(t)]);
+      b.labels.push_back(whole.labels[std::size_t(t)]);
+      piece.goes_on = t + 1 < end && !starts_at(t + 1);
+    }
+    b.sequences.push_back(std::int64_t(b.tokens.size()));
+    b.pieces.push_back(piece);
+  }
+  b.documents.push_back(b.sequences.back());
+  return b;
+}
+
 // The micro-batches of this rank for its next step, as Trainer::next_batches orders them.
-inline std::vector<io::Batch> synthetic_step(core::Trainer& t, std::uint64_t seed = 7) {
+inline std::vector<io::Batch> synthetic_step(core::Trainer& t, std::uint64_t seed = 7, std::int64_t document_length = 0) {
   const auto& c = t.config();
   const std::int64_t C = t.mesh().data_coordinates(), d = t.mesh().data_coordinate(), size = c.training.micro_batch_size;
   std::vector<io::Batch> batches;
   for (std::int64_t m = 0; m < c.training.gradient_accumulation; ++m)
-    batches.push_back(synthetic_batch(c, t.progress().sequences + (m * C + d) * size, size, seed));
+    batches.push_back(slice_of(synthetic_batch(c, t.progress().sequences + (m * C + d) * size, size, seed, document_length), t.slice(),
+                               c.data.sequence_length));
   return batches;
 }
 
