@@ -103,8 +103,8 @@ WeightSource weights_of(std::shared_ptr<const io::Hdf5File> view, std::shared_pt
           }};
 }
 
-CheckpointFiles::CheckpointFiles(parallel::Communicator& control, const std::string& path, CheckpointHeader header)
-    : control_(control), header_(std::move(header)), folder_(control, path) {}
+CheckpointFiles::CheckpointFiles(parallel::Communicator& control, const std::string& path, IfThere if_there, CheckpointHeader header)
+    : control_(control), header_(std::move(header)), folder_(control, path, if_there) {}
 
 void CheckpointFiles::add(const char* kind, const std::function<void(const std::string&)>& write) {
   const std::string file = folder_.partial() + "/" + file_name(kind, control_.rank());
@@ -171,11 +171,11 @@ void verify_shards(parallel::Communicator& control, const std::string& checkpoin
   });
 }
 
-void verify_for_export(parallel::Communicator& control, const std::string& checkpoint, const std::string& out) {
+void open_verified(parallel::Communicator& control, const std::string& checkpoint, const std::function<void()>& open) {
   std::vector<FileSum> shards;
   together(control, [&] {
-    if (fs::exists(out)) throw Error(out + ": exists already", ExitCode::bad_job);
     shards = verified_view(checkpoint);
+    open();
   });
   verify_shards(control, checkpoint, shards);
 }

@@ -38,7 +38,8 @@ struct FileSum {
 // thread, and the next one to call waits for its end.
 class CheckpointFiles {
  public:
-  CheckpointFiles(parallel::Communicator& control, const std::string& path, CheckpointHeader header);  // collective
+  // Collective.
+  CheckpointFiles(parallel::Communicator& control, const std::string& path, IfThere if_there, CheckpointHeader header);
   // This rank's file of a kind: made by write(its path), or the file of an earlier checkpoint under another name as well. On the disk
   // on return. Every rank has files of the same kinds, in one order.
   void add(const char* kind, const std::function<void(const std::string&)>& write);
@@ -67,7 +68,7 @@ std::vector<FileSum> verified_view(const std::string& checkpoint);
 void verify(const std::string& checkpoint, const FileSum& f);
 // Collective: each rank its share of the files, since a checkpoint of many terabytes is read once.
 void verify_shards(parallel::Communicator& control, const std::string& checkpoint, const std::vector<FileSum>& shards);
-// Collective: the whole checkpoint is verified, and nothing stands yet where it is to be exported to.
-void verify_for_export(parallel::Communicator& control, const std::string& checkpoint, const std::string& out);
+// Collective: the view is verified, open() reads what it says and refuses what cannot be done with it, then all its files are verified.
+void open_verified(parallel::Communicator& control, const std::string& checkpoint, const std::function<void()>& open);
 
 }  // namespace moetrain::core

@@ -126,7 +126,8 @@ void CheckpointSaver::start(bool beside) {
       fs::create_directories(folder_);
       remove_all_partial(folder_);
     });
-    files_.emplace(control_, path, CheckpointHeader{trainer_.progress(), c.run.seed, io::to_yaml(config_to_yaml(c)), layout_text(c)});
+    files_.emplace(control_, path, IfThere::replaced,
+                   CheckpointHeader{trainer_.progress(), c.run.seed, io::to_yaml(config_to_yaml(c)), layout_text(c)});
     trainer_.mesh().settle();  // copies wait for the device
     together(control_, [&] {
       rows_ = saved_rows(trainer_);

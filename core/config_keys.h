@@ -187,7 +187,7 @@ void visit(V& v, ModelConfig& c) {
     s.key("index_norm_bias", d.index_norm_bias, "the indexer's key norm has a bias");
     s.key({"layers", {"dsa_layers"}}, d.layers, "where given: equals full_attn_layers", size_from(1));
   });
-  v.key("num_experts", c.num_experts, "routed experts of a MoE layer; 0: every MLP is dense", size_from(0));
+  v.key("num_experts", c.num_experts, "routed experts of a MoE layer; 0: every MLP is dense", Rule{.low = 0, .high = 65536});
   v.key("num_experts_per_token", c.num_experts_per_token, "experts a token is sent to", size_from(1).need(c.num_experts > 0, moe));
   v.key("num_shared_experts", c.num_shared_experts, "experts every token passes, run as one MLP of their joint width",
         size_from(0));

@@ -125,14 +125,13 @@ void write_index_and_config(const Source& s, const std::vector<File>& files, con
 
 void export_folder(parallel::Communicator& control, const std::string& checkpoint, const std::string& out,
                    const ExportOptions& options) {
-  verify_for_export(control, checkpoint, out);
+  WholeFolder folder(control, out, IfThere::refused);
   std::optional<Source> source;
   std::vector<File> files;
-  together(control, [&] {
+  open_verified(control, checkpoint, [&] {
     source.emplace(open_source(checkpoint, options.merge));
     files = divide(*source, options.file_bytes);
   });
-  WholeFolder folder(control, out);
   together(control, [&] {
     for (std::size_t f = std::size_t(control.rank()); f < files.size(); f += std::size_t(control.size()))
       write_file(*source, files[f], folder.partial());

@@ -52,7 +52,7 @@ Source open_source(const std::string& checkpoint) {
   const auto view = std::make_shared<io::Hdf5File>(io::Hdf5File::open(view_path(checkpoint)));
   const Config job = config_of(*view);
   if (!job.lora)
-    throw Error(checkpoint + ": holds no adapters, its job has no section lora; export --to hf writes the model itself");
+    throw Error(checkpoint + ": holds no adapters, its job has no section lora; export --to hf writes the model itself", ExitCode::bad_job);
   const auto table = std::make_shared<const ParamTable>(parameters_of(job));
   Source s{job, *table, parameters_of(job.model).size(), {}, weights_of(view, table)};
   for (const Param& p : table->all()) s.dtypes.push_back(dtype_in(*view, p));
@@ -299,11 +299,11 @@ void write_tensors(const std::vector<PeftTensor>& tensors, const std::string& pa
 
 void export_adapters(parallel::Communicator& control, const std::string& checkpoint, const std::string& out,
                      const PeftOptions& options) {
-  verify_for_export(control, checkpoint, out);
+  WholeFolder folder(control, out, IfThere::refused);
   std::optional<Source> source;
   std::optional<PeftFiles> files;
   bool passed_over = false;
-  together(control, [&] {
+  open_verified(control, checkpoint, [&] {
     source.emplace(open_source(checkpoint));
     refuse_what_else_was_trained(source->table, checkpoint);
     const bool fused = options.experts == ExpertLayout::fused;
@@ -316,7 +316,6 @@ void export_adapters(parallel::Communicator& control, const std::string& checkpo
     files.emplace(*source, fused, base);
     passed_over = !fused && beyond == nullptr && !files->also(PeftFiles(*source, true, base));
   });
-  WholeFolder folder(control, out);
   folder.finish([&] {
     // The widest type first, so that each begins where its type may.
     std::ranges::stable_sort(files->tensors(), std::greater(), [](const PeftTensor& t) { return size_of(t.dtype); });

@@ -102,7 +102,6 @@ Config import_folder(parallel::Communicator& control, const std::string& folder,
   std::unique_ptr<HfWeights> weights;
   together(control, [&] {
     if (!fs::is_directory(folder)) throw Error(folder + ": no such folder", ExitCode::bad_job);
-    if (fs::exists(out)) throw Error(out + ": exists already", ExitCode::bad_job);
     const HfModel source = read_hf_model(folder);
     c.model = source.model;
     table = parameters_of(c.model);
@@ -113,7 +112,7 @@ Config import_folder(parallel::Communicator& control, const std::string& folder,
                    source.vision ? "; those of the vision tower are left out" : "");
   });
   const WeightSource source{folder, [&](int param, std::int64_t first, Tensor to) { weights->read(param, first, to); }};
-  CheckpointFiles files(control, out, {{}, c.run.seed, io::to_yaml(config_to_yaml(c)), "imported by " + std::to_string(control.size()) + " ranks"});
+  CheckpointFiles files(control, out, IfThere::refused, {{}, c.run.seed, io::to_yaml(config_to_yaml(c)), "imported by " + std::to_string(control.size()) + " ranks"});
   together(control, [&] {
     files.add(kShard, [&](const std::string& path) {
       auto file = io::Hdf5File::create(path);

@@ -1,6 +1,7 @@
 // job_difference.cpp -- parts of a job as one line a key.
 #include "core/job_difference.h"
 
+#include <algorithm>
 #include <map>
 #include <set>
 
@@ -64,7 +65,11 @@ std::optional<JobDifference> model_difference(const ModelConfig& here, const Mod
 }
 
 std::optional<JobDifference> adapter_difference(const Config& here, const Config& there) {
-  return first_difference(config_to_yaml(here), config_to_yaml(there), {"lora"}, {"lora.dropout"});
+  const auto plain = [](Config c) {
+    if (c.lora) std::sort(c.lora->target.begin(), c.lora->target.end());
+    return config_to_yaml(c);
+  };
+  return first_difference(plain(here), plain(there), {"lora"}, {"lora.dropout"});
 }
 
 }  // namespace moetrain::core

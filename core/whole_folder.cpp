@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <filesystem>
 
@@ -25,6 +26,17 @@ void put_in_place(const std::string& from, const std::string& to) {
     throw Error(to + ": cannot put in place: " + failed.message());
   }
   remove_partial(old);
+}
+
+bool there(const std::string& path) { return fs::symlink_status(path).type() != fs::file_type::not_found; }  // a link to nowhere too
+
+[[noreturn]] void refuse(const std::string& path) { throw Error(path + ": exists already", ExitCode::bad_job); }
+
+// `from` gets the name `to` if nothing has it, not even since an instant ago.
+void put_if_free(const std::string& from, const std::string& to) {
+  if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0) return;
+  if (errno == EEXIST || there(to)) refuse(to);
+  fs::rename(from, to);  // a file system that knows no such flag; says why where it cannot
 }
 
 void remove_contents(const std::string& path) {
@@ -51,11 +63,13 @@ void remove_partial(const std::string& path) {
   fs::remove(path, ignored);
 }
 
-WholeFolder::WholeFolder(parallel::Communicator& control, std::string path) : control_(control), path_(std::move(path)) {
+WholeFolder::WholeFolder(parallel::Communicator& control, std::string path, IfThere if_there)
+    : control_(control), path_(std::move(path)), if_there_(if_there) {
   while (path_.size() > 1 && path_.back() == '/') path_.pop_back();
   partial_ = path_ + kPartial;
   together(control_, [&] {
     if (control_.rank() != 0) return;
+    if (if_there_ == IfThere::refused && there(path_)) refuse(path_);
     if (const fs::path above = fs::path(partial_).parent_path(); !above.empty()) fs::create_directories(above);
     fs::create_directory(partial_);  // says why where it cannot; one that is there is no error
     lock_ = io::lock_folder(partial_, "another process is writing it");
@@ -77,7 +91,7 @@ void WholeFolder::finish(const std::function<void()>& last) {
 void WholeFolder::appear(const std::function<void()>& last) {
   last();
   io::sync_folder(partial_);
-  put_in_place(partial_, path_);
+  if_there_ == IfThere::replaced ? put_in_place(partial_, path_) : put_if_free(partial_, path_);
   lock_ = {};
   finished_ = true;
 }

@@ -1,5 +1,6 @@
 // whole_folder.h -- a folder that appears whole or not at all, however many ranks write its files.
 #pragma once
+#include <cstdint>
 #include <functional>
 #include <string>
 
@@ -10,12 +11,14 @@ namespace moetrain::core {
 
 inline constexpr const char* kPartial = ".partial";  // ends the name of a folder that is being written
 
-// Files go into `path`.partial, which takes the place of `path` at the end. Whoever leaves before that, by an Error on any rank,
+enum class IfThere : std::uint8_t { replaced, refused };  // what happens to a `path` that stands already
+
+// Files go into `path`.partial, which takes the place of `path` at the end, or the name if nothing has it. Whoever leaves before that, by an Error on any rank,
 // leaves what was there as it was. What an interrupted writer left in `path`.partial is cleared; what no writer leaves there, or one
 // that is still at work, is refused as a fault of the job. Collective: every member but appear, on every rank.
 class WholeFolder {
  public:
-  WholeFolder(parallel::Communicator& control, std::string path);
+  WholeFolder(parallel::Communicator& control, std::string path, IfThere if_there);
   ~WholeFolder();
   WholeFolder(const WholeFolder&) = delete;
   WholeFolder& operator=(const WholeFolder&) = delete;
@@ -27,6 +30,7 @@ class WholeFolder {
  private:
   parallel::Communicator& control_;
   std::string path_, partial_;
+  IfThere if_there_;
   io::Descriptor lock_;  // of the partial folder, on rank 0
   bool finished_ = false;  // on rank 0
 };

@@ -43,17 +43,19 @@ constexpr const char* kWithoutBearing[] = {"transformers_version",
                                            "quantization_config",
                                            "vision_config"};
 
-YamlNode to_node(const Json& value) {
+YamlNode to_node(const Json& value, const std::string& name = {}) {
   YamlNode n;
   if (value.is_object()) {
     n.kind = YamlNode::map;
     for (const auto& [key, inner] : value.items())
-      if (!inner.is_null()) n.entries.emplace_back(key, to_node(inner));
+      if (!inner.is_null()) n.entries.emplace_back(key, to_node(inner, key));
   } else if (value.is_array()) {
     n.kind = YamlNode::list;
-    for (const Json& item : value) n.items.push_back(to_node(item));
+    for (const Json& item : value) n.items.push_back(to_node(item, name));
   } else if (!value.is_null()) {
     n.kind = YamlNode::scalar;
+    if (value.is_string() && Json::accept(value.get<std::string>()))
+      throw Error(name + " is " + value.dump() + ": a text, where a value without quotes is meant");
     n.text = value.is_string() ? value.get<std::string>() : value.dump();
   }
   return n;
@@ -106,8 +108,8 @@ void use_mlp_layer_types(Json& text) {
 }
 
 void refuse_what_is_not_read(const Json& config) {
-  if (config.contains("attention_bias") && config["attention_bias"] == true)
-    throw Error("attention_bias is true: biases of projections are not known here");
+  if (config.contains("attention_bias") && !config["attention_bias"].is_null() && config["attention_bias"] != false)
+    throw Error("attention_bias is " + config["attention_bias"].dump() + ": biases of projections are not known here");
   if (!config.contains("quantization_config") || config["quantization_config"].is_null()) return;
   const Json& quantization = config["quantization_config"];
   const std::string format = quantization.value("format", quantization.value("quant_method", "unknown"));

@@ -47,7 +47,7 @@ def text_in(path):
 class Encoder:
     """Texts to ids, without the marks that a tokenizer would put around a chat or a sentence pair."""
 
-    def __init__(self, name):
+    def __init__(self, name, trust_remote_code=False):
         self.name = name
         file = os.path.join(name, "tokenizer.json") if os.path.isdir(name) else name
         if os.path.isfile(file):
@@ -64,7 +64,7 @@ class Encoder:
         else:
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
             self.ids_of = tokenizer.get_vocab()
             self.encode = lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"]
             self.special_tokens = dict(tokenizer.special_tokens_map)
@@ -181,7 +181,7 @@ def encoded(documents, encoder):
 
 
 def tokenize(options):
-    encoder = Encoder(options.tokenizer)
+    encoder = Encoder(options.tokenizer, options.trust_remote_code)
     bad = []
 
     def on_bad(wrong):
@@ -215,6 +215,7 @@ def tokenize(options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", required=True, help="Hugging Face name, a folder, or a tokenizer.json")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the program that comes with a tokenizer, as those of Kimi do")
     parser.add_argument("--out", required=True, help="the token file to write")
     parser.add_argument("--eval", help="a second token file, of documents that are kept from the first")
     parser.add_argument("--eval-every", type=int, default=50, metavar="N", help="of N documents about one goes there (50)")

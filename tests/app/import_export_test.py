@@ -104,7 +104,7 @@ class RoundTrips(Folders):
         self.assertEqual((expert["dtype"], expert["shape"][0]), ("BF16", 8))
         self.refused(["export", self.run_dir, "--to", "peft", "--experts", "fused", "--out", self.root / "no"], 2, "no class for a model with")
         self.tool("import", GOLDEN, "--out", self.root / "plain")
-        self.refused(["export", self.root / "plain", "--to", "peft", "--out", self.root / "no"], 3, "holds no adapters")
+        self.refused(["export", self.root / "plain", "--to", "peft", "--out", self.root / "no"], 2, "holds no adapters")
 
 
 class BadInput(Folders):

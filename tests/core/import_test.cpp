@@ -1,5 +1,6 @@
 // import_test.cpp -- export then import gives every bit back, a run starts from either, and what fails leaves nothing behind.
 #include "core/import.h"
+#include "core/whole_folder.h"
 
 #include <cstring>
 #include <filesystem>
@@ -231,4 +232,20 @@ TEST_CASE("what is there already stays, and an import or export that fails leave
   const std::string first = folder / "hf/" + files_of(folder / "hf")[1];
   fs::resize_file(first, fs::file_size(first) - 1);
   leaves_nothing(first + ": ", [&] { core::import_folder(*alone, folder / "hf", folder / "out"); });
+
+  // What gets the name while the folder is being written stays as well.
+  for (const auto& appear : {std::function<void(const std::string&)>([](const std::string& path) { std::filesystem::create_directory(path); }),
+                             std::function<void(const std::string&)>([](const std::string& path) { io::write_text_atomically(path, "precious"); }),
+                             std::function<void(const std::string&)>([](const std::string& path) { std::filesystem::create_symlink("nowhere", path); })}) {
+    const std::string late = folder / "late";
+    {
+      core::WholeFolder whole(*alone, late, core::IfThere::refused);
+      appear(late);
+      CHECK(error_of([&] { whole.finish([] {}); }) == "2: " + late + ": exists already");
+    }
+    CHECK_FALSE(std::filesystem::exists(late + core::kPartial));
+    CHECK(std::filesystem::remove(late));
+    CHECK(error_of([&] { appear(late), core::WholeFolder(*alone, late, core::IfThere::refused); }) == "2: " + late + ": exists already");
+    CHECK(std::filesystem::remove(late));
+  }
 }

@@ -49,7 +49,10 @@ TEST_CASE("a config.json that contradicts itself or asks for what is not read is
   CHECK(contains(why(R"({"n_group": 2, "n_group": 2})"), folder / "config.json" + ": the key 'n_group' stands there twice"));
   CHECK(contains(why(R"({"n_group": 2, "num_expert_group": 1})"),
                  folder / "config.json" + ": n_group is 2, but num_expert_group is 1"));
-  CHECK(contains(why(R"({"attention_bias": true})"), "attention_bias"));
+  CHECK(contains(why(R"({"attention_bias": true})"), "attention_bias is true"));
+  CHECK(contains(why(R"({"attention_bias": "true"})"), "attention_bias is \"true\""));
+  CHECK(contains(why(R"({"hidden_size": "48"})"), "hidden_size is \"48\": a text"));
+  CHECK(contains(why(R"({"dsa_config": {"layers": [4, "8"]}})"), "layers is \"8\": a text"));
   CHECK(contains(why(R"({"quantization_config": {"quant_method": "fp8"}})"), "format fp8"));
   CHECK(why(R"({"quantization_config": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}})") ==
         "nothing was thrown");
