@@ -20,7 +20,7 @@ using test::contains;
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr double kLimit = 0.8;  // seconds
+constexpr double kLimit = 3;  // seconds: more than a busy machine keeps a process waiting
 
 void sleep_for(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 
@@ -185,7 +185,7 @@ TEST_CASE("a rank that is stopped is named with what it was last seen in, and th
     ::raise(SIGSTOP);
   });
   for (const int r : {0, 1, 3}) CHECK(job.exit_code(r) == 4);
-  CHECK(job.seconds() < kLimit + 1.5);
+  CHECK(job.seconds() < kLimit + 3);
   CHECK(lines(job.told()) == 1);
   CHECK(contains(job.told(), "4 of rank 2: rank 2 has not answered for "));
   CHECK(contains(job.told(), "last seen in forward, layer 3"));
@@ -201,7 +201,7 @@ TEST_CASE("a rank that dies is named at once, long before the limit", "[parallel
   });
   CHECK(job.exit_code(1) == -SIGKILL);
   for (const int r : {0, 2, 3}) CHECK(job.exit_code(r) == 4);
-  CHECK(job.seconds() < 3 + 5);
+  CHECK(job.seconds() < 3 + 8);
   CHECK(lines(job.told()) == 1);
   CHECK(contains(job.told(), "4 of rank 1: rank 1 is gone; it was last seen in save"));
 }
@@ -220,7 +220,7 @@ TEST_CASE("a rank that never comes, one that works on, and one in another collec
       sleep_for(60);
     });
     for (const int r : {0, 1, 2, 3}) CHECK(job.exit_code(r) == 4);  // the late one too, by the word of the others
-    CHECK(job.seconds() < kLimit + 1.5);
+    CHECK(job.seconds() < kLimit + 3);
     CHECK(contains(job.told(), "4 of rank 0: rank 0 is late by "));
     CHECK(contains(job.told(), "it is in load; rank "));
     CHECK(lines(job.told()) == 1);
@@ -260,6 +260,7 @@ TEST_CASE("of a call that failed because a rank was lost that rank is named, and
       sleep_for(60);
     });
     for (int r = 0; r < Job::kRanks; ++r) CHECK(job.exit_code(r) == 4);
+    CAPTURE(job.told());
     CHECK(contains(job.told(), "4 of rank 2: rank 2: a call failed; it stands in start"));
   }
 }
@@ -267,13 +268,13 @@ TEST_CASE("of a call that failed because a rank was lost that rank is named, and
 TEST_CASE("a job that is stopped as a whole for longer than the limit goes on", "[parallel][cpu]") {
   Job job([](Watchdog& dog, int rank) {
     Group group = world_of(rank);
-    dog.limit(3);
+    dog.limit(6);
     const Journal::Wait waiting(dog.journal().get(), dog.journal()->note(group, Op::barrier));
     for (int n = 0; n < 40; ++n) sleep_for(0.03);
   });
   sleep_for(0.5);
   for (int r = 0; r < Job::kRanks; ++r) job.signal(r, SIGSTOP);
-  sleep_for(5);
+  sleep_for(10);
   for (int r = 0; r < Job::kRanks; ++r) job.signal(r, SIGCONT);
   for (int r = 0; r < Job::kRanks; ++r) CHECK(job.exit_code(r) == 0);
   CHECK(job.told().empty());
@@ -307,7 +308,7 @@ TEST_CASE("a rank that is stopped is lost also where nobody is known to wait for
     sleep_for(60);
   });
   for (const int r : {0, 1, 3}) CHECK(job.exit_code(r) == 4);
-  CHECK(job.seconds() < 2 * kLimit + 1.5);
+  CHECK(job.seconds() < 2 * kLimit + 3);
   CHECK(lines(job.told()) == 1);
   CHECK(contains(job.told(), "4 of rank 2: rank 2 has not answered for "));
   CHECK(contains(job.told(), "after collective 1, broadcast of 1 bytes over world (4 ranks) in start"));
