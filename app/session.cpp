@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -75,8 +74,8 @@ int share_of_cores(const std::vector<Seat>& all, const Seat& mine) {
   return std::max(1, CPU_COUNT(&mine.cores) / int(sharing));
 }
 
-std::unique_ptr<parallel::Watchdog> watch_over_others(double limit_s, const Session::Tell& tell) {
-  const auto launched = parallel::launched();
+std::unique_ptr<parallel::Watchdog> watch_over_others(const std::optional<parallel::Launched>& launched, double limit_s,
+                                                      const Session::Tell& tell) {
   if (!launched || launched->ranks == 1) return nullptr;
   return std::make_unique<parallel::Watchdog>(*launched, limit_s, tell);
 }
@@ -109,26 +108,8 @@ bool started_by_launcher() {
   return false;
 }
 
-std::optional<Launch> launch_of(const std::function<const char*(const char*)>& environment) {
-  // mpirun may itself have been started by srun, so its own variables go first; SLURM_NTASKS stands in a batch script too, which is no rank.
-  struct Variables {
-    const char *launcher, *size, *rank;
-  };
-  constexpr Variables kKnown[] = {{"mpirun of Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"},
-                                  {"a launcher of PMI", "PMI_SIZE", "PMI_RANK"},
-                                  {"srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"}};
-  for (const Variables& known : kKnown) {
-    const char *size = environment(known.size), *rank = environment(known.rank);
-    if (size == nullptr || rank == nullptr) continue;
-    Launch launch{known.launcher, std::string(known.size) + " " + size + ", " + known.rank + " " + rank};
-    const auto read = [](const char* text, int& to) { return std::from_chars(text, text + std::strlen(text), to).ec == std::errc(); };
-    if (read(size, launch.size) && read(rank, launch.rank)) return launch;
-  }
-  return {};
-}
-
-void check_launch(const Launch& launch, int rank, int size) {
-  if (launch.size == size && launch.rank == rank) return;
+void check_launch(const parallel::Launched& launch, int rank, int size) {
+  if (launch.ranks == size && launch.rank == rank) return;
   throw Error(launch.launcher + " says " + launch.variables + ", but MPI says rank " + std::to_string(rank) + " of " + std::to_string(size) +
                   ": they do not know each other, and every process would be a run of its own. Start moetrain with `srun --mpi=pmix` (`srun "
                   "--mpi=list` says what srun has), or with the mpirun of the MPI that it was built with, " + parallel::mpi_version(),
@@ -136,19 +117,19 @@ void check_launch(const Launch& launch, int rank, int size) {
 }
 
 void Session::check_launch() {
-  if (launch_ && size() == 1 && launch_->rank > 0) spdlog::set_level(spdlog::level::off);  // where each is alone, the first speaks for all
+  if (launched_ && size() == 1 && launched_->rank > 0) spdlog::set_level(spdlog::level::off);  // where each is alone, the first speaks for all
   core::together(control(), [&] {
-    if (launch_) app::check_launch(*launch_, rank(), size());
+    if (launched_) app::check_launch(*launched_, rank(), size());
   });
 }
 
 Session::Session(int& argc, char**& argv, double limit_s, Tell tell)
-    : launch_(launch_of([](const char* name) { return std::getenv(name); })),
+    : launched_(parallel::launched()),
       tell_([tell = std::move(tell)](ExitCode code, const std::string& cause, int rank) {
         if (tell) tell(code, cause, rank);
         spdlog::error("{}{}", code == ExitCode::rank_lost ? "" : "rank " + std::to_string(rank) + ": ", cause);  // that names its ranks
       }),
-      watchdog_(watch_over_others(limit_s, tell_)),
+      watchdog_(watch_over_others(launched_, limit_s, tell_)),
       mpi_(argc, argv, journal()) {
   keep_stop_signals();  // again: network libraries that MPI loads put handlers of their own in place of ours
   open_log(rank());

@@ -1,6 +1,5 @@
 // session.h -- what a process needs around a command: stop signals, the log, threads, and MPI for those that train.
 #pragma once
-#include <functional>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -21,14 +20,8 @@ void open_log(int rank);
 
 bool started_by_launcher();  // by mpirun or srun, so that MPI will find other ranks
 
-// What a launcher says of ranks in the environment, by its own variables.
-struct Launch {
-  std::string launcher, variables;
-  int rank = 0, size = 1;
-};
-std::optional<Launch> launch_of(const std::function<const char*(const char*)>& environment);  // environment(name): null if not set
 // An Error with what to do where MPI says otherwise: then every process would be a run of its own.
-void check_launch(const Launch& launch, int rank, int size);
+void check_launch(const parallel::Launched& launched, int rank, int size);
 
 // MPI up, log named, threads shared out; taken down in reverse order. Under a launcher a watchdog is there before MPI and after it.
 class Session {
@@ -50,7 +43,7 @@ class Session {
   [[noreturn]] void fail_alone(ExitCode code, const std::string& cause);
 
  private:
-  std::optional<Launch> launch_;  // before MPI, which puts its own variables there
+  std::optional<parallel::Launched> launched_;  // before MPI, which puts its own variables there
   Tell tell_;
   std::unique_ptr<parallel::Watchdog> watchdog_;
   parallel::MpiSession mpi_;

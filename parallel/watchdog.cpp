@@ -28,8 +28,7 @@ using Seconds = std::chrono::duration<double>;
 void close_file(int descriptor) noexcept { ::close(descriptor); }
 using File = Handle<int, close_file, -1>;
 
-std::optional<int> number_in(const char* name) {
-  const char* text = std::getenv(name);
+std::optional<int> number_in(const char* text) {
   if (!text || !*text) return {};
   char* end = nullptr;
   const long value = std::strtol(text, &end, 10);
@@ -95,19 +94,28 @@ std::string seconds(double s) {
 
 }  // namespace
 
-std::optional<Launched> launched() {
-  std::optional<int> rank, ranks, here;
-  const auto take = [&](const char* r, const char* n, const char* h) {
-    if (!rank || !ranks) rank = number_in(r), ranks = number_in(n), here = number_in(h);
+std::optional<Launched> launched(const Environment& environment) {
+  // mpirun may itself have been started by srun, so its own variables go first; SLURM_NTASKS stands in a batch script too, which is no rank.
+  struct Variables {
+    const char *launcher, *ranks, *rank, *here;
   };
-  take("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE");
-  take("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS");
-  take("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE");  // 4(x2),3
-  if (!rank || !ranks || *rank >= *ranks) return {};
-  // The launcher's own folder goes when it goes. Else one named by the process that started this one.
-  const char* own = std::getenv("PMIX_SERVER_TMPDIR");
-  const std::string parent = own && ::access(own, W_OK) == 0 ? own : fs::temp_directory_path().string();
-  return Launched{*rank, *ranks, here.value_or(*ranks), parent + "/moetrain-" + std::to_string(getuid()) + "-" + std::to_string(getppid()) + "-" + field_of(getppid(), 22)};
+  constexpr Variables kKnown[] = {{"mpirun of Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"},
+                                  {"a launcher of PMI", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"},
+                                  {"srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"}};  // 4(x2),3
+  for (const Variables& known : kKnown) {
+    const auto rank = number_in(environment(known.rank)), ranks = number_in(environment(known.ranks));
+    if (!rank || !ranks || *rank >= *ranks) continue;
+    // The launcher's own folder goes when it goes. Else one named by the process that started this one.
+    const char* own = environment("PMIX_SERVER_TMPDIR");
+    const std::string parent = own && ::access(own, W_OK) == 0 ? own : fs::temp_directory_path().string();
+    return Launched{*rank,
+                    *ranks,
+                    number_in(environment(known.here)).value_or(*ranks),
+                    parent + "/moetrain-" + std::to_string(getuid()) + "-" + std::to_string(getppid()) + "-" + field_of(getppid(), 22),
+                    known.launcher,
+                    std::string(known.ranks) + " " + environment(known.ranks) + ", " + known.rank + " " + environment(known.rank)};
+  }
+  return {};
 }
 
 Difference judge(const std::vector<Seen>& ranks, int me, int here, double waited_s) {

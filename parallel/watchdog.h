@@ -1,6 +1,7 @@
 // watchdog.h -- a thread beside a rank that ends the process when another rank is lost, also while MPI or NCCL hold the rank itself.
 #pragma once
 #include <condition_variable>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -19,8 +20,11 @@ struct Launched {
   int rank = 0, ranks = 1;
   int here = 1;        // ranks on this host
   std::string folder;  // of this host, the same for its ranks and for no other job: may not be there yet
+  std::string launcher, variables;  // who says so, in which words
 };
-std::optional<Launched> launched();  // nothing: not started by a launcher that says so
+using Environment = std::function<const char*(const char* name)>;  // null: not set
+// Nothing: not started by a launcher that says so.
+std::optional<Launched> launched(const Environment& environment = [](const char* name) -> const char* { return std::getenv(name); });
 
 // What a rank lets the others see; plain bytes, in a file that it alone writes.
 struct Status {

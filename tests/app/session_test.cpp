@@ -11,21 +11,21 @@ using namespace moetrain::test;
 
 namespace {
 
-std::optional<app::Launch> launch_of(const std::map<std::string, std::string>& variables) {
-  return app::launch_of([&](const char* name) {
+std::optional<parallel::Launched> launched(const std::map<std::string, std::string>& variables) {
+  return parallel::launched([&](const char* name) {
     const auto found = variables.find(name);
     return found == variables.end() ? nullptr : found->second.c_str();
   });
 }
 std::string said(const std::map<std::string, std::string>& variables, int rank, int size) {
-  return error_of([&] { app::check_launch(launch_of(variables).value(), rank, size); });
+  return error_of([&] { app::check_launch(launched(variables).value(), rank, size); });
 }
 
 }  // namespace
 
 TEST_CASE("a launcher that MPI knows is obeyed, and one that it does not is an error with both views", "[app][cpu]") {
-  CHECK_FALSE(launch_of({}));
-  CHECK_FALSE(launch_of({{"SLURM_NTASKS", "4"}, {"SLURM_PROCID", "0"}}));  // a batch script, which is one process
+  CHECK_FALSE(launched({}));
+  CHECK_FALSE(launched({{"SLURM_NTASKS", "4"}, {"SLURM_PROCID", "0"}}));  // a batch script, which is one process
   CHECK(said({{"SLURM_STEP_NUM_TASKS", "4"}, {"SLURM_PROCID", "2"}}, 2, 4) == "nothing was thrown");
   CHECK(contains(said({{"SLURM_STEP_NUM_TASKS", "4"}, {"SLURM_PROCID", "2"}}, 0, 1),
                  "2: srun says SLURM_STEP_NUM_TASKS 4, SLURM_PROCID 2, but MPI says rank 0 of 1: "));

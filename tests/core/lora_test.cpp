@@ -286,7 +286,8 @@ TEST_CASE("a run of adapters resumes to the last bit, and other adapters are ano
     refused(with([](auto& l) { l.alpha = 6; }), "lora.alpha is '5' there and '6' here");
     refused(with([](auto& l) { l.rslora = true; }), "lora.rslora is 'false' there and 'true' here");
     refused(with([](auto& l) { l.rank = 4; }), "lora.rank is '3' there and '4' here");
-    refused(with([](auto& l) { l.target = {"head"}; }), "lora.target is '[*.q_*, shared, head]' there and '[head]' here");
+    refused(with([](auto& l) { l.target = {"head"}; }), "lora.target is '[*.q_*, head, shared]' there and '[head]' here");
+    core::load_checkpoint(*fresh(with([](auto& l) { l.target = {"head", "*.q_*", "shared"}; })), saved, false);  // the same ones
     core::load_checkpoint(*fresh(with([](auto& l) { l.dropout = 0.1; })), saved, false);
     core::Config plain = c;
     plain.lora.reset();
