@@ -329,7 +329,7 @@ void Watchdog::lost(const std::string& cause) {
 // Called with the mutex held; whatever telling may hang on, the process ends.
 void Watchdog::end(const Difference& found) {
   std::thread([] {
-    std::this_thread::sleep_for(Seconds(2));
+    std::this_thread::sleep_for(Seconds(5));
     std::_Exit(int(ExitCode::rank_lost));
   }).detach();
   if (!claim(ExitCode::rank_lost, found.text, found.rank))
