@@ -212,12 +212,22 @@ TEST_CASE("adapters, an A shared by experts among them, have the losses and norm
   }
 }
 
-TEST_CASE("dropout of adapters falls on the same inputs on every mesh and accumulation") {
-  auto base = balanced(core::Balance::none);
+namespace {
+
+// Adapters of all that may drop inputs.
+core::Config with_dropout() {
+  core::Config base = balanced(core::Balance::none);
   base.optimizer.lr = 1e-2;
   base.loss.indexer_stage = core::IndexerStage::dense;
   base.lora = core::LoraConfig{
       .rank = 8, .alpha = 16, .dropout = 0.25, .target = {"attention", "shared", "latent", "head", "*.mlp.*"}};
+  return base;
+}
+
+}  // namespace
+
+TEST_CASE("dropout of adapters falls on the same inputs on every mesh and accumulation") {
+  const auto base = with_dropout();
   const Curve one = one_rank(base);
   for (const auto& [data, expert] : {std::pair{2, 1}, {1, 4}, {2, 2}})
     for (const std::int64_t micro_batch : {1, 2})
@@ -313,11 +323,7 @@ TEST_CASE("a dense indexer stage, and the Kimi-Linear kind, have the losses of o
 }
 
 TEST_CASE("adapters and their dropout fall on the same tokens where sequences are cut") {
-  auto base = balanced(core::Balance::none);
-  base.optimizer.lr = 1e-2;
-  base.loss.indexer_stage = core::IndexerStage::dense;
-  base.lora = core::LoraConfig{
-      .rank = 8, .alpha = 16, .dropout = 0.25, .target = {"attention", "shared", "latent", "head", "*.mlp.*"}};
+  auto base = with_dropout();
   const Curve one = one_rank(base);
   for (const std::int64_t micro_batch : {1, 2}) {
     check_layout(base, one, {.micro_batch = micro_batch, .sequence = 4});
