@@ -64,7 +64,7 @@ void Mix::backward(Pass& pass, ConstTensor dy, std::span<const ConstTensor> sour
                                                .dquery = pass.params.gradient(query_)});
 }
 
-Block::Block(const ModelConfig& m, ParamTable& table, int layer, int moe_index)
+Block::Block(const ModelConfig& m, ParamTable& table, int layer, int moe_index, int tensor_ranks)
     : eps_(m.rms_norm_eps),
       residual_bank_(m.attn_res_block_size.has_value()),
       starts_block_(residual_bank_ && layer % *m.attn_res_block_size == 0),
@@ -76,7 +76,7 @@ Block::Block(const ModelConfig& m, ParamTable& table, int layer, int moe_index)
       ffn_sub_{residual_bank_ ? std::optional<Mix>(Mix(m, table, layer, UnitKind::trunk, layer_prefix(layer) + "mlp_res"))
                               : std::nullopt,
                norm_param(m, table, layer, "post_attention_layernorm")},
-      attention_(m, table, layer),
+      attention_(m, table, layer, tensor_ranks),
       feed_forward_(make_feed_forward(m, table, layer, moe_index)) {}
 
 Block::Decisions Block::take_decisions(Pass& pass) const {
@@ -157,7 +157,7 @@ void Block::backward(Pass& pass, Bank& bank, const Kept& k, const Decisions& dec
         dp);
 
   ops::copy(pass.ctx, ops::Copy{.x = dp, .y = dy});
-  attention_.backward(pass, k.attention, decisions.attention, dy, dx);
+  attention_.backward(pass, k.attn.normed, k.attention, decisions.attention, dy, dx);
   // Where a block starts, p_mid holds no p_in; p_in went into the bank, whose gradient is complete: every later mix has run.
   if (starts_block_) ops::copy(pass.ctx, ops::Copy{.x = drows[before], .y = dp});
   leave(pass, attn_sub_, residual_bank_ ? rows.first(before) : rows, residual_bank_ ? drows.first(before) : drows, k.p_in, k.attn,

@@ -221,8 +221,8 @@ void visit(V& v, ParallelConfig& c) {
   v.key("data_parallel", c.data_parallel, "ranks along this axis: copies of the model, each with its own data", ranks());
   v.key("expert_parallel", c.expert_parallel, "ranks along this axis: each holds a part of the experts and has its own data",
         ranks());
-  v.key("tensor_parallel", c.tensor_parallel, "ranks along this axis: matrices cut between them",
-        ranks().only_default("cut matrices over ranks"));
+  v.key("tensor_parallel", c.tensor_parallel,
+        "ranks along this axis: heads, hidden widths and vocabulary cut between them, tokens elsewhere; divides the numbers of heads", ranks());
   v.key("sequence_parallel", c.sequence_parallel,
         "ranks along this axis: each has a slice of the same sequences; divides data.sequence_length; on the CPU only", ranks());
   v.choice("sharding", c.sharding,

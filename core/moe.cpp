@@ -132,7 +132,7 @@ void Moe::count(Pass& pass, const Kept& k, ConstTensor chosen, ConstTensor cutof
 
 // Offsets of the groups of tokens here whose load the auxiliary loss takes.
 std::vector<std::int64_t> Moe::balanced_groups(const Pass& pass) const {
-  if (pass.config.moe.auxiliary_scope == AuxiliaryScope::sequence) return {pass.batch.sequences.begin(), pass.batch.sequences.end()};
+  if (pass.config.moe.auxiliary_scope == AuxiliaryScope::sequence) return {pass.batch->sequences.begin(), pass.batch->sequences.end()};
   return {0, pass.T()};
 }
 
@@ -163,7 +163,7 @@ void Moe::balance_losses(Pass& pass, const Kept& k, ConstTensor chosen, Tensor l
                 moe.auxiliary_coefficient * (by_sequence ? pass.scales.per_sequence : pass.scales.per_token * double(pass.T())),
             .loss = loss,
             .dlogits = dlogits,
-            .tokens = by_sequence ? std::span<const std::int64_t>(pass.batch.lengths) : std::span<const std::int64_t>{}});
+            .tokens = by_sequence ? std::span<const std::int64_t>(pass.batch->lengths) : std::span<const std::int64_t>{}});
   }
   if (moe.z_loss != 0)
     ops::z_loss(pass.ctx,

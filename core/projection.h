@@ -50,7 +50,8 @@ struct HeadSlice {
 void project_heads(Pass& pass, int id, const HeadSlice& slice, ConstTensor x, Tensor y);
 void project_heads_backward(Pass& pass, int id, const HeadSlice& slice, ConstTensor dy, ConstTensor x, Tensor dx);
 
-// The loss of the logits x W^T and, where loss.dhidden is given, all gradients; weight and its gradient are filled in here.
+// The loss of the logits x W^T and, where loss.dhidden is given, all gradients; weight and its gradient are filled in here. Where ranks
+// have parts of the vocabulary, labels are those of all of it, dhidden is this part's share, and the loss is added by the first alone.
 void project_loss(Pass& pass, int id, ops::CrossEntropy loss);
 
 }  // namespace moetrain::core

@@ -11,8 +11,7 @@ namespace {
 
 // A job that leaves the device open is planned for a GPU where this build knows one: plans are made where no GPU is.
 Device planned_device(const Config& c) {
-  const bool cpu = c.run.device == DeviceChoice::cpu || c.run.dtype == DType::f64 || c.moe.capacity_factor > 0 ||
-                   c.parallel.sequence_parallel > 1 || (c.run.device == DeviceChoice::automatic && !kHasCuda);
+  const bool cpu = c.run.device == DeviceChoice::cpu || c.cpu_only() || (c.run.device == DeviceChoice::automatic && !kHasCuda);
   return cpu ? Device::cpu : Device::cuda;
 }
 
@@ -26,7 +25,7 @@ Trainer::Trainer(const Config& config, std::unique_ptr<parallel::Communicator> w
       kept_(memory_, Category::activations, poison),
       blas_(ops::make_blas(memory_)),
       ctx_{.scratch = scratch_, .blas = blas_.get(), .plans_for = planned_device(config)},
-      model_(config.model, table_) {
+      model_(config.model, table_, config.parallel.tensor_parallel) {
   together(*mesh_.world().control, [&] { allocate(poison); });
 }
 
@@ -42,6 +41,8 @@ void Trainer::allocate(bool poison) {
   if (const int slices = mesh_.shape().sequence; slices > 1)
     sequence_ = std::make_unique<parallel::SequenceSplit>(*mesh_.sequence().data, config_.data.sequence_length / slices);
 
+  if (mesh_.shape().tensor > 1) tensor_ = std::make_unique<parallel::TensorSplit>(*mesh_.tensor().data);
+
   const DType real = real_of(config_.run.dtype);
   auto own = [&](DType dtype, Shape shape) { return OwnedTensor(memory_, Category::workspace, dtype, shape); };
   lm_ = own(real, {1});
@@ -50,7 +51,7 @@ void Trainer::allocate(bool poison) {
   counts_ = own(DType::i64, {layers, E});
   if (config_.moe.balance == Balance::quantile && layers > 0) histogram_ = own(DType::i64, {layers, E, config_.moe.quantile_bins});
   const AuxiliaryScope scope = config_.moe.auxiliary_scope;
-  if (config_.moe.balance == Balance::auxiliary && (scope == AuxiliaryScope::global_batch || sequence_))
+  if (config_.moe.balance == Balance::auxiliary && (scope == AuxiliaryScope::global_batch || mesh_.readers().data->size() > 1))
     shared_counts_ = own(DType::i64, {layers, scope == AuxiliaryScope::sequence ? config_.training.micro_batch_size : 1, E});
 }
 
@@ -62,20 +63,21 @@ void Trainer::initialize() {
 void Trainer::initialize(int i) {
   if (memory_.device() == Device::dry) return;
   const auto rows = params_->update_rows(i);
-  const auto first = layout_.first_row[std::size_t(i)];
+  const auto first = layout_.first_row[std::size_t(i)], column = layout_.first_column[std::size_t(i)];
   const parallel::Rows whole{first + rows.begin, first + rows.end};
   auto fresh = [&](Tensor to) {
     if (!to.present()) return;
     if (table_[i].init == Init::normal)
       return ops::random_normal(ctx_, ops::RandomNormal{.seed = config_.run.seed,
                                                         .stream = ops::stream_of(table_[i].name),
-                                                        .first = whole.begin * table_[i].shape.row(),
+                                                        .first = whole.begin * table_[i].shape.row() + column,
                                                         .deviation = config_.model.initializer_range,
-                                                        .y = to});
+                                                        .y = to,
+                                                        .stride = table_[i].shape.row()});
     if (memory_.device() == Device::cpu)
-      return initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, to);
+      return initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, to, column);
     std::vector<std::byte> host(std::size_t(to.bytes()));
-    initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, {host.data(), to.dtype, to.shape});
+    initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, {host.data(), to.dtype, to.shape}, column);
     copy_to_device(memory_.device(), to.data, host.data(), to.bytes());
   };
   fresh(params_->stored(i, rows));
@@ -119,7 +121,7 @@ std::optional<double> Trainer::evaluate(std::span<const io::Batch> batches, Tens
   zero_sums();
   std::int64_t labels = 0;
   for (const io::Batch& host : batches) {
-    labels += host.label_count();
+    if (mesh_.here().tensor == 0) labels += host.label_count();
     Scope scope(kept_);
     const MicroBatch batch = upload(host);
     Pass pass = make_pass(batch, {}, PassMode::evaluate);

@@ -77,6 +77,7 @@ class Trainer {
  private:
   std::int64_t first_sequence(std::int64_t micro_batch) const;  // of the next step, of all that the run reads
   void place(const io::Batch& batch, std::int64_t first_sequence, MicroBatch& placed) const;
+  std::unique_ptr<MicroBatch> share_of(const MicroBatch& slice);
   void allocate(bool poison);  // this rank's share of weights, gradients and optimizer state
   void reduce_losses(const Totals& totals, StepResult& result);
   void reduce_counts(StepResult& result);
@@ -95,6 +96,7 @@ class Trainer {
   std::unique_ptr<Optimizer> optimizer_;
   std::unique_ptr<parallel::ExpertExchange> exchange_;
   std::unique_ptr<parallel::SequenceSplit> sequence_;
+  std::unique_ptr<parallel::TensorSplit> tensor_;
   OwnedTensor lm_, balance_, indexer_, counts_, histogram_, shared_counts_;
   RowSums rows_;
   Progress progress_;

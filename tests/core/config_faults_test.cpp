@@ -188,6 +188,10 @@ TEST_CASE("each value and each rule of a model, its ranks, data and schedule is 
             "micro_batch_size 70000 x sequence_length 40000 is more than the 2147483647 tokens"},
            {{"moe.capacity_factor=-1"}, "moe.capacity_factor", "is '-1', expected number >= 0"},
            {{"moe.capacity_factor=1.25", "run.device=cuda"}, "moe.capacity_factor", "capacity_factor 1.25 runs on the CPU only"},
+           {{"parallel.tensor_parallel=4"}, "model.linear_attn_config.num_heads", "tensor_parallel 4 does not divide linear_attn_config.num_heads 2"},
+           {{"parallel.tensor_parallel=2", "run.device=cuda"},
+            "model.dsa_config",
+            "tensor_parallel 2 with dsa_config needs run.device cpu: on a GPU the indexer takes no keys of other ranks"},
            {{"moe.overflow=keep"}, "moe.overflow", "is 'keep', expected one of reroute, drop"},
            {{"training.eval_every=5"}, "training.eval_every", "eval_every 5 needs data.eval"},
            {{"schedule.warmup_steps=11"}, "training.steps", "warmup_steps 11 is more than training.steps 10"},
@@ -244,7 +248,6 @@ TEST_CASE("values at the very edge of a rule are no faults", "[core][cpu]") {
 
 TEST_CASE("names of the job format that this version does not do are refused, never ignored", "[core][cpu]") {
   for (const auto& [set, what] : std::vector<std::pair<std::string, std::string>>{
-           {"parallel.tensor_parallel=2", "is '2': known, but this version does not cut matrices over ranks"},
            {"optimizer.grad_dtype=bf16", "is 'bf16': known, but this version does not sum gradients in bf16"},
            {"moe.min_expert_batch=64",
             "is '64': known, but this version does not merge small experts: grouped products cut tiles to the rows an expert has"},
