@@ -207,12 +207,13 @@ class Run {
                    trainer_.progress().step);
     for (const auto& remark : remarks_) spdlog::warn("{}", remark);
     const auto counts = count_parameters(config_);
+    const auto axis = [](const char* name, int ranks) { return ranks > 1 ? std::string(" x ") + name + " " + std::to_string(ranks) : ""; };
     spdlog::info(
-        "{}: {} parameters, {} active a token; {} ranks: data {} x expert {}{}; {} sequences of {} tokens a step; {} windows of "
+        "{}: {} parameters, {} active a token; {} ranks: data {} x expert {}{}{}; {} sequences of {} tokens a step; {} windows of "
         "training data",
         config_.run.name, counts.total, counts.active_per_token, control_.size(), config_.parallel.data_parallel,
         config_.parallel.expert_parallel,
-        config_.parallel.sequence_parallel > 1 ? " x sequence " + std::to_string(config_.parallel.sequence_parallel) : "",
+        axis("sequence", config_.parallel.sequence_parallel), axis("tensor", config_.parallel.tensor_parallel),
         config_.sequences_per_step(), config_.data.sequence_length, train_->windows());
   }
 

@@ -59,7 +59,7 @@ StepResult Trainer::step(std::span<const io::Batch> micro_batches) {
 // is, and a slice once, whoever shares it. On Device::dry a batch is its offsets alone, and every token counts as labelled.
 Trainer::Totals Trainer::count(std::span<const io::Batch> batches) {
   std::int64_t sums[3] = {};
-  if (mesh_.here().tensor != 0) batches = {};
+  if (mesh_.here().tensor != 0 && memory_.device() != Device::dry) batches = {};
   for (const io::Batch& b : batches) {
     sums[0] += memory_.device() == Device::dry ? b.sequences.back() : b.label_count();
     sums[1] += b.sequences.back();
