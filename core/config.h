@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "io/batch_source.h"
+#include "io/byte_count.h"
 #include "io/yaml.h"
 #include "memory/device.h"
 #include "memory/dtype.h"
@@ -79,6 +80,7 @@ struct ParallelConfig {
   int data_parallel = 1, expert_parallel = 1, tensor_parallel = 1, sequence_parallel = 1;
   parallel::Sharding sharding = parallel::Sharding::full;
   bool reshard_after_use = true;
+  io::ByteCount bucket_size{std::int64_t(32) << 20};
   std::string expert_placement = "uniform";
   bool expert_sharding = true;  // full: as `sharding`; none: resident on the ranks of their ep coordinate
   parallel::MeshShape mesh() const { return {data_parallel, expert_parallel, sequence_parallel, tensor_parallel}; }

@@ -232,6 +232,9 @@ void visit(V& v, ParallelConfig& c) {
             {"none", parallel::Sharding::none}},
            "what is cut over the ranks that share parameters: ZeRO stage 3, 2, 1 or 0");
   v.key("reshard_after_use", c.reshard_after_use, "with full sharding, gathered weights are dropped between forward and backward");
+  v.key("bucket_size", c.bucket_size,
+        "gradients of layers wait for each other until they are as many, and leave as one message; as many weights are gathered ahead; "
+        "0: a layer at a time");
   v.choice("expert_placement", c.expert_placement, {{"uniform", "uniform"}},
            "each rank of the expert axis holds equally many experts");
   v.choice("expert_sharding", c.expert_sharding, {{"full", true}, {"none", false}},

@@ -73,7 +73,12 @@ Layout make_layout(const Config& config, const ParamTable& table, parallel::Mesh
       l.units.push_back({unit_name(p.unit, std::get<1>(key)) + (cut ? " cut" : ""), {}, axis.data.get(), sharding});
       users(p).push_back(it->second);
     }
-    l.units[std::size_t(it->second)].tensors.push_back(i);
+    parallel::Unit& unit = l.units[std::size_t(it->second)];
+    unit.tensors.push_back(i);
+    const std::int64_t ranks = expert ? mesh.shape().expert : cut ? mesh.shape().tensor : 1;
+    const std::int64_t count = (p.shape.count() + ranks - 1) / ranks;
+    unit.weight_bytes += count * size_of(l.tensors.back().dtype);
+    if (p.trainable) unit.gradient_bytes += count * size_of(real_of(config.run.dtype));
   }
   return l;
 }

@@ -31,6 +31,30 @@ std::vector<Block::Decisions> Model::decisions() const {
   return all;
 }
 
+namespace {
+
+std::int64_t begin_gathers(Pass& pass, const std::vector<int>& units) {
+  std::int64_t bytes = 0;
+  for (const int u : units) {
+    pass.params.prefetch(u);
+    bytes += pass.params.units()[std::size_t(u)].weight_bytes;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+void Model::prefetch(Pass& pass, const Layout& layout, std::size_t l) const {
+  std::int64_t bytes = 0;
+  do bytes += begin_gathers(pass, l < blocks_.size() ? layout.layers[l] : layout.head);
+  while (bytes < pass.config.parallel.bucket_size.bytes && ++l <= blocks_.size());
+}
+
+void Model::prefetch_below(Pass& pass, const Layout& layout, std::size_t l, std::size_t lowest) const {
+  for (std::int64_t bytes = 0; l-- > lowest;)
+    if ((bytes += begin_gathers(pass, layout.layers[l])) >= pass.config.parallel.bucket_size.bytes) return;
+}
+
 void Model::reduce(Pass& pass, const std::vector<int>& units) const {
   pass.params.end_reductions();  // of what was reduced before: they had this one's backward to travel
   for (const int u : units) pass.params.reduce(u);
@@ -73,7 +97,7 @@ void Model::forward(Pass& pass, const Layout& layout, Tensor logits, std::span<c
 
   Tensor p = pass.keep({pass.T(), D_});
   gather(pass, layout.embedding);
-  prefetch(pass, layout.layers[0]);
+  prefetch(pass, layout, 0);
   embed(pass, p);
   release(pass, layout.embedding);
 
@@ -87,7 +111,7 @@ void Model::forward(Pass& pass, const Layout& layout, Tensor logits, std::span<c
     s.p_out = pass.keep({pass.T(), D_});
     const auto inside = pass.kept.mark();
     gather(pass, layout.layers[l]);
-    prefetch(pass, l + 1 < blocks_.size() ? layout.layers[l + 1] : layout.head);
+    prefetch(pass, layout, l + 1);
     blocks_[l].forward(pass, bank_, s.p_in, s.kept, s.decisions, s.p_out);
     release(pass, layout.layers[l]);
     if (!keep_layers) pass.kept.release(inside);
@@ -128,7 +152,7 @@ void Model::backward(Pass& pass, const Layout& layout) {
   }
   const Tensor dp = pass.scratch_real({pass.T(), D_});
   const std::size_t lowest = lowest_trained(params, layout);
-  if (lowest < blocks_.size()) prefetch(pass, layout.layers.back());
+  prefetch_below(pass, layout, blocks_.size(), lowest);
   head_->backward(pass, bank_, head_kept_, dp);
   reduce(pass, layout.head);
   release(pass, layout.head);
@@ -141,7 +165,7 @@ void Model::backward(Pass& pass, const Layout& layout) {
     pass.everyone.enter(parallel::Phase::backward, int(l));
     LayerState& s = layers_[l];
     gather(pass, layout.layers[l]);
-    if (l > lowest) prefetch(pass, layout.layers[l - 1]);
+    prefetch_below(pass, layout, l, lowest);
     if (pass.config.memory.activation_checkpointing != Checkpointing::none)
       blocks_[l].forward(again, bank_, s.p_in, s.kept, s.decisions, s.p_out);
     blocks_[l].backward(pass, bank_, s.kept, s.decisions, dp);

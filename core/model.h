@@ -29,9 +29,10 @@ class Model {
     Block::Decisions decisions;
     Block::Kept kept;
   };
-  void prefetch(Pass& pass, const std::vector<int>& units) const {
-    for (const int u : units) pass.params.prefetch(u);
-  }
+  // The weights of layers from l on, in the order of a pass, until they are a bucket full: one layer at least. Past the last
+  // layer comes the head.
+  void prefetch(Pass& pass, const Layout& layout, std::size_t l) const;
+  void prefetch_below(Pass& pass, const Layout& layout, std::size_t l, std::size_t lowest) const;
   void gather(Pass& pass, const std::vector<int>& units) const {
     for (const int u : units) pass.params.gather(u);
   }

@@ -12,16 +12,20 @@ void* offset_by(Tensor t, std::int64_t rows) {  // the address of a row; null on
   return t.data == nullptr ? nullptr : static_cast<std::byte*>(t.data) + rows * t.shape.row() * size_of(t.dtype);
 }
 
+template <class Bucket>
+bool has(const Bucket& bucket, int unit) {
+  return std::find(bucket.units.begin(), bucket.units.end(), unit) != bucket.units.end();
+}
+
 }  // namespace
 
-ShardedParams::ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors, std::vector<Unit> units, bool reshard_after_use, bool poison)
+ShardedParams::ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors, std::vector<Unit> units, const Options& options)
     : memory_(memory),
       tensors_(std::move(tensors)),
       units_(std::move(units)),
       storage_(tensors_.size()),
       open_(units_.size(), 0),
-      reshard_after_use_(reshard_after_use),
-      poison_(poison) {
+      options_(options) {
   for (std::size_t u = 0; u < units_.size(); ++u) {
     check(units_[u].group != nullptr, "sharded params: a unit has no group", {{"unit", std::int64_t(u)}});
     for (const int t : units_[u].tensors) {
@@ -83,7 +87,7 @@ void ShardedParams::begin_step() {
           "sharded params: a step begins with gradients that were not reduced", {{"unit", own.unit}});
     own.blank = own.gradient.present();
     own.shard_blank = own.gradient_shard.present();
-    if (poison_)
+    if (options_.poison)
       for (const Tensor t : {own.gradient.view(), own.gradient_shard.view()}) fill(memory_.device(), t.data, 0xff, t.bytes());
   }
   in_step_ = true;
@@ -109,7 +113,7 @@ void ShardedParams::begin_gather(int u) {
     pieces.push_back({own.weight.view().data, own.gathered.view().data, own.weight.view().bytes()});
   }
   it.group->begin_all_gather(pieces);
-  under_way_.push_back({u, true, {}});
+  under_way_.push_back({{{u}, {}}, /*gather=*/true});
 }
 
 void ShardedParams::prefetch(int u) {
@@ -126,12 +130,11 @@ void ShardedParams::gather(int u) {
 
 void ShardedParams::end_oldest() {
   UnderWay& first = under_way_.front();
-  const Unit& it = unit(first.unit);
-  it.group->end();
+  unit(first.units.front()).group->end();
   std::size_t i = 0;
-  if (!first.gather)
-    for (const int t : it.tensors)
-      if (tensors_[std::size_t(t)].trainable) {
+  for (const int u : first.units)
+    for (const int t : unit(u).tensors)
+      if (!first.gather && tensors_[std::size_t(t)].trainable) {
         storage_[std::size_t(t)].gradient_shard = std::move(first.sums[i++]);
         storage_[std::size_t(t)].gradient = {};
         storage_[std::size_t(t)].shard_blank = false;
@@ -140,10 +143,12 @@ void ShardedParams::end_oldest() {
 }
 
 bool ShardedParams::travels(int u, bool gather) const {
-  return std::any_of(under_way_.begin(), under_way_.end(), [&](const UnderWay& w) { return w.unit == u && w.gather == gather; });
+  return std::any_of(under_way_.begin(), under_way_.end(), [&](const UnderWay& w) { return w.gather == gather && has(w, u); });
 }
 
 void ShardedParams::end_all_until(int u, bool gather) {
+  for (std::size_t b = 0; !gather && b < filling_.size(); ++b)
+    if (has(filling_[b], u)) begin_reduction(b);
   while (travels(u, gather)) end_oldest();
 }
 
@@ -160,7 +165,7 @@ void ShardedParams::release(int u) {
     auto& own = storage_[std::size_t(t)];
     check(!own.gradient.present() || !scatters_each_micro_batch(it) || !own.gradient_shard.present(),
           "sharded params: released before its gradients were reduced", {{"unit", u}, {"tensor", t}});
-    if (reshard_after_use_) own.gathered = {};
+    if (options_.reshard_after_use) own.gathered = {};
   }
 }
 
@@ -179,36 +184,47 @@ void ShardedParams::make_gradient(int tensor) {
   copy_to_device(memory_.device(), offset_by(whole, unit(own.unit).group->rank() * sum.shape[0]), sum.data, sum.bytes());
 }
 
-// sums[i] (c rows) = the sum over ranks of this rank's rows of the i-th trainable tensor of the unit. False: it has none.
-bool ShardedParams::begin_scatter(const Unit& it, std::vector<OwnedTensor>& sums) {
+// sums[i] (c rows) = the sum over ranks of this rank's rows of the i-th trainable tensor of the units. False: there is none.
+bool ShardedParams::begin_scatter(const Bucket& bucket) {
   std::vector<Communicator::Scatter> pieces;
-  std::size_t i = 0;
-  for (const int t : it.tensors) {
-    if (!tensors_[std::size_t(t)].trainable) continue;
-    const Tensor whole = storage(t).gradient.view(), sum = sums[i++].view();
-    pieces.push_back({whole.data, sum.data, sum.count(), sum.dtype});
-  }
-  if (pieces.empty()) return false;
-  it.group->begin_reduce_scatter(pieces);
-  return true;
+  for (const int u : bucket.units)
+    for (const int t : unit(u).tensors) {
+      if (!tensors_[std::size_t(t)].trainable) continue;
+      const Tensor whole = storage(t).gradient.view(), sum = bucket.sums[pieces.size()].view();
+      pieces.push_back({whole.data, sum.data, sum.count(), sum.dtype});
+    }
+  if (!pieces.empty()) unit(bucket.units.front()).group->begin_reduce_scatter(pieces);
+  return !pieces.empty();
+}
+
+void ShardedParams::begin_reduction(std::size_t bucket) {
+  UnderWay leaves{std::move(filling_[bucket]), /*gather=*/false};
+  filling_.erase(filling_.begin() + std::ptrdiff_t(bucket));
+  if (begin_scatter(leaves)) under_way_.push_back(std::move(leaves));
 }
 
 void ShardedParams::reduce(int u) {
   const Range range("reduce gradients");
   const Unit& it = unit(u);
   check(open_[std::size_t(u)] > 0, "sharded params: reduced while not gathered", {{"unit", u}});
-  if (!scatters_each_micro_batch(it)) return;
-  std::vector<OwnedTensor> sums;
+  if (!scatters_each_micro_batch(it) || !trains(u)) return;
   for (const int t : it.tensors)
     if (tensors_[std::size_t(t)].trainable) {
       make_gradient(t);
       clear(storage_[std::size_t(t)]);
-      sums.push_back(std::move(storage_[std::size_t(t)].gradient_shard));
     }
-  if (begin_scatter(it, sums)) under_way_.push_back({u, false, std::move(sums)});
+  const auto same_group = [&](const Bucket& b) { return unit(b.units.front()).group == it.group; };
+  auto bucket = std::find_if(filling_.begin(), filling_.end(), same_group);
+  if (bucket == filling_.end()) bucket = filling_.insert(bucket, Bucket{});
+  bucket->units.push_back(u);
+  bucket->bytes += it.gradient_bytes;
+  for (const int t : it.tensors)
+    if (tensors_[std::size_t(t)].trainable) bucket->sums.push_back(std::move(storage_[std::size_t(t)].gradient_shard));
+  if (bucket->bytes >= options_.bucket_bytes) begin_reduction(std::size_t(bucket - filling_.begin()));
 }
 
 void ShardedParams::finish_gradients() {
+  while (!filling_.empty()) begin_reduction(0);
   end_reductions();
   for (Storage& own : storage_) {  // what nothing was added to
     clear(own);
@@ -222,16 +238,16 @@ void ShardedParams::finish_gradients() {
         if (tensors_[std::size_t(t)].trainable) it.group->all_reduce(storage(t).gradient.view(), Reduction::sum);
       continue;
     }
-    std::vector<OwnedTensor> sums;  // a reduce-scatter may not write into what it reads
+    Bucket sums{{int(&it - units_.data())}, {}};  // a reduce-scatter may not write into what it reads
     for (const int t : it.tensors)
       if (tensors_[std::size_t(t)].trainable)
-        sums.emplace_back(memory_, Category::gradients, real_of(tensors_[std::size_t(t)].dtype),
+        sums.sums.emplace_back(memory_, Category::gradients, real_of(tensors_[std::size_t(t)].dtype),
                           tensors_[std::size_t(t)].shape.with_dim0(padded_shard_rows(t)));
-    if (begin_scatter(it, sums)) it.group->end();
+    if (begin_scatter(sums)) it.group->end();
     std::size_t i = 0;
     for (const int t : it.tensors) {
       if (!tensors_[std::size_t(t)].trainable) continue;
-      const Tensor sum = sums[i++].view();
+      const Tensor sum = sums.sums[i++].view();
       copy_to_device(memory_.device(), offset_by(storage(t).gradient.view(), it.group->rank() * sum.shape[0]), sum.data,
                      sum.bytes());
     }

@@ -38,13 +38,21 @@ struct Unit {
   std::vector<int> tensors;  // indices into the list of tensors; a tensor is in exactly one unit
   Communicator* group;
   Sharding sharding;
+  // As good as those here, and the same on every rank of the job: what travels together is decided by them.
+  std::int64_t gradient_bytes = 0, weight_bytes = 0;
 };
 
 class ShardedParams {
  public:
   // Takes the memory that lives across steps (Category::weights, gradients). Weights are uninitialised. poison: what a gradient holds
-  // before its first write is NaN, so that a reader of it is caught.
-  ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors, std::vector<Unit> units, bool reshard_after_use, bool poison = false);
+  // before its first write is NaN, so that a reader of it is caught. bucket_bytes: gradients of units of one group wait for each other
+  // until they are that many together, and leave as one message.
+  struct Options {
+    bool reshard_after_use = true;
+    std::int64_t bucket_bytes = 0;
+    bool poison = false;
+  };
+  ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors, std::vector<Unit> units, const Options& options);
 
   // --- one step, in this order
   void begin_step();        // gradients are zero from here on; those that are written before they are added to are not cleared
@@ -54,8 +62,8 @@ class ShardedParams {
   void open(int unit);      // as gather, for gradient() alone: no weight moves
   void release(int unit);   // with reshard_after_use the gathered weights go, else they stay until publish
   void reduce(int unit);    // collective; once a micro-batch, after the last op that adds to the unit's gradients and
-                            // before its release in backward. The sums travel while later work runs
-  void end_reductions();    // waits for the sums of all reduce() so far; called before the next block's, so that one block's travel
+                            // before its release in backward. The sums travel while later work runs, once their bucket is full
+  void end_reductions();    // waits for the sums that travel; called before the next block's reduce()
   void finish_gradients();  // collective; after the last micro-batch: stored_gradient() is complete everywhere
   void publish();           // collective; after the update: every stored row is the owner's new one. Also ends the life
                             // of weights kept by reshard_after_use = false. Outside a step, so after init or load, frozen
@@ -102,24 +110,29 @@ class ShardedParams {
   Shape padded_shape(int tensor) const;              // n c rows
   void make_gradient(int tensor);
   void clear(Storage& own, std::int64_t first_row = 0) const;  // gradient to zeros from a row on, where it is blank
-  struct UnderWay {
-    int unit;
-    bool gather;                    // else its gradients
-    std::vector<OwnedTensor> sums;  // where the gradients are summed, by trainable tensor
+  struct Bucket {
+    std::vector<int> units;         // of one group
+    std::vector<OwnedTensor> sums;  // where their gradients are summed, by trainable tensor
+    std::int64_t bytes = 0;
+  };
+  struct UnderWay : Bucket {
+    bool gather;  // else gradients
   };
   void begin_gather(int unit);
   void end_oldest();
+  void begin_reduction(std::size_t bucket);  // of filling_
   bool travels(int unit, bool gather) const;
   void end_all_until(int unit, bool gather);  // and that too, where it is under way
-  bool begin_scatter(const Unit& unit, std::vector<OwnedTensor>& sums);
+  bool begin_scatter(const Bucket& bucket);
 
   Memory& memory_;
   std::vector<ShardedTensor> tensors_;
   std::vector<Unit> units_;
   std::vector<Storage> storage_;  // by tensor
   std::vector<int> open_;         // by unit: gathers not yet released
+  std::vector<Bucket> filling_;   // a group's gradients that are complete, and too few to leave
   std::deque<UnderWay> under_way_;  // the oldest first
-  bool reshard_after_use_, poison_;
+  const Options options_;
   bool in_step_ = false;
 };
 

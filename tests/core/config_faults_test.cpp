@@ -173,6 +173,7 @@ TEST_CASE("each value and each rule of a model, its ranks, data and schedule is 
             "sequence_parallel 2 needs run.device cpu"},
            {{"parallel.sharding=half"}, "parallel.sharding", "is 'half', expected one of full, gradients, optimizer, none"},
            {{"parallel.expert_placement=random"}, "parallel.expert_placement", "is 'random', expected only uniform"},
+           {{"parallel.bucket_size=many"}, "parallel.bucket_size", "is 'many', expected size, as 8GiB, 141GB or 4096"},
            {{"parallel.expert_sharding=half"}, "parallel.expert_sharding", "is 'half', expected one of full, none"},
            {{"data.sequence_length=0"}, "data.sequence_length", "is '0', expected integer in [1, 2147483647]"},
            {{"data.train=[]"}, "data.train", "is [], expected text or list of texts"},

@@ -44,6 +44,7 @@ Config even_config(int ranks, parallel::Sharding sharding) {
   c.training.steps = 1;
   c.parallel.data_parallel = ranks;
   c.parallel.sharding = sharding;
+  c.parallel.bucket_size.bytes = 0;  // a layer at a time
   return c;
 }
 

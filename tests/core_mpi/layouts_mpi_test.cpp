@@ -40,6 +40,7 @@ struct Layout {
   bool reshard = true, expert_sharding = true, recompute = false;
   std::int64_t parts = 1;  // of the exchange
   int sequence = 1, tensor = 1;
+  std::int64_t bucket = 0;  // bytes
   int ranks() const { return data * expert * sequence * tensor; }
 };
 
@@ -49,6 +50,7 @@ core::Config config_of(const core::Config& base, const Layout& l) {
   c.parallel.expert_parallel = l.expert;
   c.parallel.sequence_parallel = l.sequence;
   c.parallel.tensor_parallel = l.tensor;
+  c.parallel.bucket_size.bytes = l.bucket;
   c.parallel.sharding = l.sharding;
   c.parallel.reshard_after_use = l.reshard;
   c.parallel.expert_sharding = l.expert_sharding;
@@ -81,7 +83,7 @@ Curve run(const core::Config& c, std::unique_ptr<parallel::Communicator> world, 
 }
 
 void check_layout(const core::Config& base, const Curve& one, const Layout& l, std::int64_t document_length = 0, double bound = 1e-9) {
-  CAPTURE(l.data, l.expert, l.sequence, l.tensor, l.micro_batch, int(l.sharding), l.reshard, l.expert_sharding, l.recompute, l.parts,
+  CAPTURE(l.data, l.expert, l.sequence, l.tensor, l.bucket, l.micro_batch, int(l.sharding), l.reshard, l.expert_sharding, l.recompute, l.parts,
           document_length);
   const Curve c = run(config_of(base, l), world_of(l.ranks()), document_length);
   CHECK(difference(c.losses, one.losses, bound) == "");
@@ -128,6 +130,21 @@ TEST_CASE("accumulation, recomputation, resharding and resident experts give the
   check_layout(base, one, {.data = 2, .expert = 2, .micro_batch = 1, .sharding = Sharding::gradients, .recompute = true});
   check_layout(base, one, {.data = 2, .expert = 2, .micro_batch = 2, .expert_sharding = false});
   check_layout(base, one, {.data = 4, .micro_batch = 1, .expert_sharding = false, .recompute = true});
+}
+
+TEST_CASE("gradients that leave together, and weights that are gathered ahead, give the same bits as a layer at a time") {
+  const auto base = balanced(core::Balance::quantile);
+  for (Layout l : {Layout{.data = 2, .expert = 2, .micro_batch = 1}, Layout{.data = 4, .micro_batch = 1, .sharding = Sharding::gradients, .recompute = true},
+                   Layout{.expert = 2, .micro_batch = 2, .sequence = 2}}) {
+    const Curve apart = run(config_of(base, l), world_of(4));
+    for (const std::int64_t bucket : {20000, 100000, 1 << 30}) {  // some layers, most, all; a layer has about 30 kB of gradients
+      CAPTURE(l.data, l.expert, bucket);
+      l.bucket = bucket;
+      const Curve c = run(config_of(base, l), world_of(4));
+      CHECK(c.losses == apart.losses);
+      CHECK(c.norms == apart.norms);
+    }
+  }
 }
 
 TEST_CASE("the exchange in parts gives the same bits as in one") {
@@ -357,7 +374,7 @@ TEST_CASE("matrices cut over ranks give the losses and norms of one rank, with e
     check_layout(base, one, {.data = 2, .micro_batch = 2, .sharding = sharding, .recompute = true, .tensor = 2});
     check_layout(base, one, {.expert = 2, .micro_batch = 2, .sharding = sharding, .parts = 2, .tensor = 2});
   }
-  check_layout(base, one, {.micro_batch = 4, .reshard = false, .expert_sharding = false, .tensor = 4});
+  check_layout(base, one, {.micro_batch = 4, .reshard = false, .expert_sharding = false, .tensor = 4, .bucket = 50000});
   auto even = base;
   even.data.sequence_length = 24;
   const Curve whole = one_rank(even);
