@@ -126,10 +126,8 @@ Tensor AttentionKda::leave_slices_backward(Pass& pass, const Kept& k, ConstTenso
 void AttentionKda::forward(Pass& pass, ConstTensor x, Kept& k, Tensor y) const {
   const std::int64_t T = pass.T();
   const Shape wide{T, P_}, low{T, H_}, heads{T, N_, H_};
-  auto project_into = [&](int projection, ConstTensor from, Tensor& to, Shape shape) {
-    to = pass.keep(shape);
-    project(pass, projection, from, to);
-  };
+  k = {};
+  auto project_into = [&](int projection, ConstTensor from, Tensor& to, Shape shape) { project_result(pass, projection, from, to, shape); };
   project_into(q_.proj, x, k.q_in, wide);
   project_into(k_.proj, x, k.k_in, wide);
   project_into(v_.proj, x, k.v_in, wide);
@@ -143,10 +141,13 @@ void AttentionKda::forward(Pass& pass, ConstTensor x, Kept& k, Tensor y) const {
     project_into(g_b_, k.gate_low, k.gate, wide);
   }
   if (pass.sequence) enter_slices(pass, k);
-  k.o = pass.keep(heads);
-  k.normed = pass.keep(heads);
-  ops::kda_attention(pass.ctx, ops::KdaAttentionForward{.x = inputs(pass, k), .o = k.o, .y = k.normed, .final_state = {}});
-  project(pass, o_proj_, k.normed.reshape(wide), y);
+  {
+    auto result = pass.result(ResultOp::kda, {{&k.o, pass.dtype, heads}, {&k.normed, pass.dtype, heads}});
+    result.compute([&] {
+      ops::kda_attention(pass.ctx, ops::KdaAttentionForward{.x = inputs(pass, k), .o = k.o, .y = k.normed, .final_state = {}});
+    });
+  }
+  project_result(pass, o_proj_, k.normed.reshape(wide), y, y.shape, y.dtype);
 }
 
 void AttentionKda::backward(Pass& pass, ConstTensor x, const Kept& k, ConstTensor dy, Tensor dx) const {

@@ -220,73 +220,99 @@ void AttentionMla::index_backward(Pass& pass, ConstTensor x, const Kept& k) cons
   project_backward(mine, index_.weights_proj, dw, x, {});
 }
 
+// What the attention makes for backward, and for the indexer's loss: `o` (T, N, C) or (T, P), lse and, where it is wanted, probability.
+ResultCache::Result AttentionMla::attended(Pass& pass, Kept& k, Tensor& o, Tensor& probability) const {
+  const Shape shape = &o == &k.o ? Shape{pass.T(), P_} : Shape{pass.T(), N_, C_};
+  const ResultCache::Output values{&o, pass.dtype, shape}, lse{&k.lse, pass.real(), {pass.T(), N_}};
+  if (!probability.present()) return pass.result(ResultOp::attention, {values, lse});
+  return pass.result(ResultOp::attention, {values, lse, {&probability, probability.dtype, probability.shape}});
+}
+
 void AttentionMla::attend_dense(Pass& pass, Kept& k, Tensor probability) const {
   const Shape expanded{keys(pass), N_, Hn_ + Hv_};
-  if (!pass.sequence) k.kv = pass.keep(expanded);
   Scope scope(pass.ctx.scratch);
   const Keys all = all_keys(pass, k);
-  const Tensor kv = pass.sequence ? pass.scratch(expanded) : k.kv;
-  expand(pass, all, kv);
-  ops::attention(pass.ctx, ops::AttentionForward{.q = k.q,
-                                                 .kv = kv,
-                                                 .k_extra = all.extra,
-                                                 .scale = scale_,
-                                                 .documents = pass.batch->documents,
-                                                 .o = k.o.reshape({pass.T(), N_, Hv_}),
-                                                 .lse = k.lse,
-                                                 .probability = probability});
+  Tensor kv;
+  if (pass.sequence) {
+    kv = pass.scratch(expanded);
+    expand(pass, all, kv);
+  } else {
+    auto result = pass.result(ResultOp::linear, {{&k.kv, pass.dtype, expanded}});
+    result.compute([&] { expand(pass, all, k.kv); });
+    kv = k.kv;
+  }
+  auto result = attended(pass, k, k.o, probability);
+  result.compute([&] {
+    ops::attention(pass.ctx, ops::AttentionForward{.q = k.q,
+                                                   .kv = kv,
+                                                   .k_extra = all.extra,
+                                                   .scale = scale_,
+                                                   .documents = pass.batch->documents,
+                                                   .o = k.o.reshape({pass.T(), N_, Hv_}),
+                                                   .lse = k.lse,
+                                                   .probability = probability});
+  });
 }
 
 void AttentionMla::attend_sparse(Pass& pass, Kept& k, ConstTensor indices, Tensor probability) const {
-  k.q_latent = pass.keep({pass.T(), N_, C_});
-  k.o_latent = pass.keep({pass.T(), N_, C_});
-  project_heads(pass, kv_b_, {ops::HeadDirection::to_latent, N_, 0, Hn_, 0}, k.q, k.q_latent);
-  Scope scope(pass.ctx.scratch);
-  const Keys all = all_keys(pass, k);
-  ops::sparse_attention(pass.ctx, ops::SparseAttentionForward{.q_latent = k.q_latent,
-                                                              .q = k.q,
-                                                              .latent = all.c,
-                                                              .k_extra = all.extra,
-                                                              .indices = indices,
-                                                              .scale = scale_,
-                                                              .o_latent = k.o_latent,
-                                                              .lse = k.lse,
-                                                              .probability = probability});
-  project_heads(pass, kv_b_, {ops::HeadDirection::from_latent, N_, Hn_, Hv_, 0}, k.o_latent, k.o.reshape({pass.T(), N_, Hv_}));
+  const Shape latent{pass.T(), N_, C_};
+  {
+    auto result = pass.result(ResultOp::linear, {{&k.q_latent, pass.dtype, latent}});
+    result.compute([&] { project_heads(pass, kv_b_, {ops::HeadDirection::to_latent, N_, 0, Hn_, 0}, k.q, k.q_latent); });
+  }
+  {
+    Scope scope(pass.ctx.scratch);
+    const Keys all = all_keys(pass, k);
+    auto result = attended(pass, k, k.o_latent, probability);
+    result.compute([&] {
+      ops::sparse_attention(pass.ctx, ops::SparseAttentionForward{.q_latent = k.q_latent,
+                                                                  .q = k.q,
+                                                                  .latent = all.c,
+                                                                  .k_extra = all.extra,
+                                                                  .indices = indices,
+                                                                  .scale = scale_,
+                                                                  .o_latent = k.o_latent,
+                                                                  .lse = k.lse,
+                                                                  .probability = probability});
+    });
+  }
+  auto result = pass.result(ResultOp::linear, {{&k.o, pass.dtype, {pass.T(), P_}}});
+  result.compute([&] {
+    project_heads(pass, kv_b_, {ops::HeadDirection::from_latent, N_, Hn_, Hv_, 0}, k.o_latent, k.o.reshape({pass.T(), N_, Hv_}));
+  });
 }
 
 void AttentionMla::forward(Pass& pass, ConstTensor x, Kept& k, Tensor indices, Tensor y) const {
   auto& ctx = pass.ctx;
   Scope scope(ctx.scratch);
-  const std::int64_t T = pass.T(), q_width = N_ * (Hn_ + He_);
-  k.q = pass.keep({T, N_, Hn_ + He_});
+  const std::int64_t T = pass.T();
+  const Shape queries{T, N_, Hn_ + He_};
+  k = {};
   if (q_a_ >= 0) {
-    k.cq_in = pass.keep({T, Ql_});
+    project_result(pass, q_a_, x, k.cq_in, {T, Ql_});
     k.cq = pass.keep({T, Ql_});
     k.cq_r = pass.keep_real({T});
-    project(pass, q_a_, x, k.cq_in);
     ops::rmsnorm(
         ctx, ops::RmsNormForward{.x = k.cq_in, .w = pass.params.weight(q_a_norm_), .y = k.cq, .r = k.cq_r, .eps = kLatentNormEps});
-    project(pass, q_, k.cq, k.q.reshape({T, q_width}));
+    project_result(pass, q_, k.cq, k.q, queries);
   } else {
-    project(pass, q_, x, k.q.reshape({T, q_width}));
+    project_result(pass, q_, x, k.q, queries);
   }
-  k.c_in = pass.keep({T, C_});
+  {
+    auto result = pass.result(ResultOp::linear, {{&k.c_in, pass.dtype, {T, C_}}, {&k.k_extra, pass.dtype, {T, He_}}});
+    result.compute([&] {
+      Scope split(ctx.scratch);
+      const Tensor both = pass.scratch({T, C_ + He_});
+      project(pass, kv_a_, x, both);
+      ops::copy_columns(ctx, ops::CopyColumns{.x = both, .x_column = 0, .y = k.c_in, .y_column = 0, .width = C_});
+      ops::copy_columns(ctx, ops::CopyColumns{.x = both, .x_column = C_, .y = k.k_extra, .y_column = 0, .width = He_});
+    });
+  }
   k.c = pass.keep({T, C_});
   k.c_r = pass.keep_real({T});
-  k.k_extra = pass.keep({T, He_});
-  {
-    Scope split(ctx.scratch);
-    const Tensor both = pass.scratch({T, C_ + He_});
-    project(pass, kv_a_, x, both);
-    ops::copy_columns(ctx, ops::CopyColumns{.x = both, .x_column = 0, .y = k.c_in, .y_column = 0, .width = C_});
-    ops::copy_columns(ctx, ops::CopyColumns{.x = both, .x_column = C_, .y = k.k_extra, .y_column = 0, .width = He_});
-  }
   ops::rmsnorm(ctx,
                ops::RmsNormForward{.x = k.c_in, .w = pass.params.weight(kv_a_norm_), .y = k.c, .r = k.c_r, .eps = kLatentNormEps});
 
-  k.lse = pass.keep_real({T, N_});
-  k.o = pass.keep({T, P_});
   const bool learns = dsa_ && pass.config.loss.indexer_coefficient != 0 && pass.mode != PassMode::evaluate;
   IndexInputs in;
   if (learns || sparse(pass.config)) in = index_inputs(pass, x, k);
@@ -306,13 +332,12 @@ void AttentionMla::forward(Pass& pass, ConstTensor x, Kept& k, Tensor indices, T
 
   ConstTensor out = k.o;
   if (g_ >= 0) {
-    k.gate = pass.keep({T, P_});
+    project_result(pass, g_, x, k.gate, {T, P_});
     k.gated = pass.keep({T, P_});
-    project(pass, g_, x, k.gate);
     ops::sigmoid_gate(ctx, ops::SigmoidGateForward{.x = k.o, .gate = k.gate, .y = k.gated});
     out = k.gated;
   }
-  project(pass, o_, out, y);
+  project_result(pass, o_, out, y, y.shape, y.dtype);
 }
 
 void AttentionMla::attend_dense_backward(Pass& pass, const Kept& k, ConstTensor do_, Tensor dq, Tensor dc, Tensor dk_extra) const {

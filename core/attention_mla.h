@@ -64,6 +64,7 @@ class AttentionMla {
   Tensor target_here(Pass& pass, Tensor probability) const;
   ConstTensor key_rows(Pass& pass, ConstTensor rows_here) const;
   void sum_key_rows(Pass& pass, Tensor all, Tensor rows_here) const;
+  ResultCache::Result attended(Pass& pass, Kept& kept, Tensor& o, Tensor& probability) const;
   void attend_dense(Pass& pass, Kept& kept, Tensor probability) const;
   void attend_sparse(Pass& pass, Kept& kept, ConstTensor indices, Tensor probability) const;
   void attend_dense_backward(Pass& pass, const Kept& kept, ConstTensor do_, Tensor dq, Tensor dc, Tensor dk_extra) const;

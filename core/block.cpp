@@ -134,11 +134,12 @@ void Block::forward(Pass& pass, Bank& bank, ConstTensor p_in, Kept& k, const Dec
   if (starts_block_ && std::int64_t(bank.rows.size()) == bank_before_) bank.rows.push_back(p_in);
   const auto after = std::span(bank.rows).first(std::size_t(bank_before_ + starts_block_));
   enter(pass, ffn_sub_, after, k.p_mid, k.ffn);
+  const Tensor last = pass.mode == PassMode::recompute ? Tensor{} : y;  // p_out is known by then
   if (const Moe* m = moe())
-    m->forward(pass, k.ffn.normed, k.feed_forward.emplace<Moe::Kept>(), decisions.experts, y);
+    m->forward(pass, k.ffn.normed, k.feed_forward.emplace<Moe::Kept>(), decisions.experts, last);
   else
-    std::get<Mlp>(feed_forward_).forward(pass, k.ffn.normed, k.feed_forward.emplace<Mlp::Kept>(), y);
-  ops::sum(pass.ctx, ops::Sum{.a = k.p_mid, .b = y, .y = p_out});
+    std::get<Mlp>(feed_forward_).forward(pass, k.ffn.normed, k.feed_forward.emplace<Mlp::Kept>(), last);
+  if (last.present()) ops::sum(pass.ctx, ops::Sum{.a = k.p_mid, .b = last, .y = p_out});
 }
 
 void Block::backward(Pass& pass, Bank& bank, const Kept& k, const Decisions& decisions, Tensor dp) const {

@@ -142,8 +142,13 @@ struct MoeConfig {
 };
 
 enum class Checkpointing : std::uint8_t { none, selective, full };
+struct CacheConfig {
+  std::vector<std::string> ops;  // auto, or names of core/result_cache.h; empty: nothing is cached
+  io::ByteCount device, host;    // room for results
+};
 struct MemoryConfig {
   Checkpointing activation_checkpointing = Checkpointing::none;
+  CacheConfig cache;
 };
 
 struct LoraConfig {

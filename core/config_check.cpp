@@ -6,6 +6,7 @@
 
 #include "core/config.h"
 #include "core/config_keys.h"
+#include "core/result_cache.h"
 
 namespace moetrain::core {
 namespace {
@@ -188,6 +189,19 @@ void check_ranks(Findings& f, const ParallelConfig& p, int ranks) {
   f.require(ranks == 0 || product == ranks, axes, sizes + ", but there are " + text(std::int64_t(ranks)));
 }
 
+void check_cache(Findings& f, const MemoryConfig& m) {
+  const CacheConfig& cache = m.cache;
+  if (cache.ops.empty()) return;
+  for (const std::string& name : cache.ops) {
+    const bool known = cache_op(name).has_value() || (name == "auto" && cache.ops.size() == 1);
+    f.require(known, {"memory.cache.ops"}, "'" + name + "': expected auto, or some of linear, grouped_linear, kda, attention, exchange");
+  }
+  f.require(m.activation_checkpointing == Checkpointing::full, {"memory.cache.ops", "memory.activation_checkpointing"},
+            "a cache is for layers that are computed again: it needs activation_checkpointing full");
+  f.require(cache.device.bytes + cache.host.bytes > 0, {"memory.cache.ops", "memory.cache.device", "memory.cache.host"},
+            "a cache needs room: cache.device, cache.host or both");
+}
+
 // What a tensor cut divides. Hidden widths and the vocabulary need not be multiples.
 void check_tensor_cut(Findings& f, const Config& c) {
   const std::int64_t ranks = c.parallel.tensor_parallel;
@@ -281,6 +295,7 @@ void check_config(const Config& config, const YamlNode& job, int ranks, std::vec
   check_model(findings, config);
   check_ranks(findings, config.parallel, ranks);
   check_tensor_cut(findings, config);
+  check_cache(findings, config.memory);
   check_run(findings, config);
   std::stable_sort(faults.begin(), faults.end(), [](const Fault& a, const Fault& b) { return a.line < b.line; });
 }

@@ -334,9 +334,17 @@ void visit(V& v, MoeConfig& c) {
 
 template <class V>
 void visit(V& v, MemoryConfig& c) {
-  v.choice("activation_checkpointing", c.activation_checkpointing, {{"none", Checkpointing::none}, {"full", Checkpointing::full}},
-           "none: what backward needs is kept; full: layers are computed again", {{"selective", "choose what to compute again"}});
-  v.undone("cache", "cache results of operators");
+  v.choice("activation_checkpointing", c.activation_checkpointing,
+           {{"none", Checkpointing::none}, {"selective", Checkpointing::selective}, {"full", Checkpointing::full}},
+           "none: what backward needs is kept; full: layers are computed again; selective: likewise, but matrix products, KDA, attention "
+           "and what experts exchange are kept");
+  v.section("cache", c.cache, [](auto& s, CacheConfig& cache) {
+    s.key("ops", cache.ops,
+          "under full: results that need not be computed again. auto: of all operators those that save most time a byte, in host memory only "
+          "where there is time for the way; or names: linear, grouped_linear, kda, attention, exchange");
+    s.key("device", cache.device, "room for them on a rank's device");
+    s.key("host", cache.host, "room for them in a rank's host memory");
+  });
   v.undone("offload", "keep optimizer state or experts in host memory or on disk");
 }
 

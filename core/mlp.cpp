@@ -14,14 +14,14 @@ Mlp::Mlp(const ModelConfig& m, ParamTable& table, int layer, const std::string& 
 }
 
 void Mlp::forward(Pass& pass, ConstTensor x_here, Kept& k, Tensor y_here) const {
-  k.x = x_here;
+  k = {.x = x_here};
   on_all_rows(pass, x_here, y_here, [&](Pass& all, ConstTensor x, Tensor y) {
     const Shape wide{all.T(), width_here(pass)};
-    for (Tensor* kept : {&k.gate, &k.up, &k.act}) *kept = all.keep(wide);
-    project(all, gate_, x, k.gate);
-    project(all, up_, x, k.up);
+    project_result(all, gate_, x, k.gate, wide);
+    project_result(all, up_, x, k.up, wide);
+    k.act = all.keep(wide);
     ops::glu(all.ctx, ops::GluForward{.kind = act_, .beta = beta_, .linear_beta = linear_beta_, .g = k.gate, .u = k.up, .y = k.act});
-    project(all, down_, k.act, y);
+    if (y.present()) project(all, down_, k.act, y);
   });
 }
 

@@ -86,6 +86,7 @@ ConstTensor Model::words_here(Pass& pass) const {
 }
 
 void Model::forward(Pass& pass, const Layout& layout, Tensor logits, std::span<const Block::Decisions> held) {
+  auto& params = pass.params;
   const bool training = pass.mode != PassMode::evaluate;
   const auto phase = training ? parallel::Phase::forward : parallel::Phase::evaluate;
   const bool keep_layers = training && pass.config.memory.activation_checkpointing == Checkpointing::none;
@@ -101,6 +102,9 @@ void Model::forward(Pass& pass, const Layout& layout, Tensor logits, std::span<c
   embed(pass, p);
   release(pass, layout.embedding);
 
+  Pass below = pass;  // of layers that backward does not reach
+  below.results = nullptr;
+  const std::size_t lowest = pass.results ? lowest_trained(params, layout) : 0;
   for (std::size_t l = 0; l < blocks_.size(); ++l) {
     const Range range(("layer " + std::to_string(l) + " forward").c_str());
     pass.everyone.enter(phase, int(l));
@@ -112,7 +116,10 @@ void Model::forward(Pass& pass, const Layout& layout, Tensor logits, std::span<c
     const auto inside = pass.kept.mark();
     gather(pass, layout.layers[l]);
     prefetch(pass, layout, l + 1);
-    blocks_[l].forward(pass, bank_, s.p_in, s.kept, s.decisions, s.p_out);
+    Pass& here = l < lowest ? below : pass;
+    if (here.results) here.results->begin(int(l), /*again=*/false);
+    blocks_[l].forward(here, bank_, s.p_in, s.kept, s.decisions, s.p_out);
+    if (here.results) here.results->end_forward();
     release(pass, layout.layers[l]);
     if (!keep_layers) pass.kept.release(inside);
     p = s.p_out;
@@ -153,6 +160,7 @@ void Model::backward(Pass& pass, const Layout& layout) {
   const Tensor dp = pass.scratch_real({pass.T(), D_});
   const std::size_t lowest = lowest_trained(params, layout);
   prefetch_below(pass, layout, blocks_.size(), lowest);
+  if (pass.results && lowest < blocks_.size()) pass.results->prefetch(int(blocks_.size()) - 1);
   head_->backward(pass, bank_, head_kept_, dp);
   reduce(pass, layout.head);
   release(pass, layout.head);
@@ -166,9 +174,14 @@ void Model::backward(Pass& pass, const Layout& layout) {
     LayerState& s = layers_[l];
     gather(pass, layout.layers[l]);
     prefetch_below(pass, layout, l, lowest);
+    if (pass.results) {
+      pass.results->begin(int(l), /*again=*/true);
+      if (l > lowest) pass.results->prefetch(int(l) - 1);
+    }
     if (pass.config.memory.activation_checkpointing != Checkpointing::none)
       blocks_[l].forward(again, bank_, s.p_in, s.kept, s.decisions, s.p_out);
     blocks_[l].backward(pass, bank_, s.kept, s.decisions, dp);
+    if (pass.results) pass.results->drop(int(l));
     reduce(pass, layout.layers[l]);
     release(pass, layout.layers[l]);
     pass.kept.release(s.mark);

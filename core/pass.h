@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/params.h"
+#include "core/result_cache.h"
 #include "ops/context.h"
 #include "ops/documents.h"
 #include "parallel/expert_exchange.h"
@@ -90,6 +91,7 @@ struct Pass {
   RowSums& rows;
   PassMode mode = PassMode::train;
   DType dtype = DType::f32;  // of activations
+  ResultCache* results = nullptr;  // where layers are computed again, and some operators need not be
   std::span<const Text> text = {};  // of the rows that are projected: what dropout is a function of
 
   DType real() const { return real_of(dtype); }
@@ -114,19 +116,24 @@ struct Pass {
   bool decided() const { return mode == PassMode::recompute || mode == PassMode::held; }
   // Evaluation sees the model as it will be used: its loss does not depend on what else is in a batch.
   bool limits_experts() const { return config.moe.capacity_factor > 0 && mode != PassMode::evaluate; }
+  // The outputs of an operator that backward needs, and that cost: kept, or found again (core/result_cache.h).
+  ResultCache::Result result(ResultOp op, std::initializer_list<ResultCache::Output> outputs) const {
+    return {results, kept, op, {outputs.begin(), outputs.size()}};
+  }
   Tensor keep(Shape shape) { return kept.take(dtype, shape); }
   Tensor keep_real(Shape shape) { return kept.take(real(), shape); }
   Tensor scratch(Shape shape) { return ctx.scratch.take(dtype, shape); }
   Tensor scratch_real(Shape shape) { return ctx.scratch.take(real(), shape); }
 };
 
-// The sum over ranks of what work(pass, all rows of x, y) writes, each with its part of a matrix.
+// The sum over ranks of what work(pass, all rows of x, y) writes, each with its part of a matrix. Without y it writes none.
 template <class Work>
 void on_all_rows(Pass& pass, ConstTensor x, Tensor y, Work&& work) {
   if (!pass.tensor) return work(pass, x, y);
   Scope scope(pass.ctx.scratch);
   Pass slice = pass.on_slice();
   const ConstTensor all = pass.all_rows(x);
+  if (!y.present()) return work(slice, all, y);
   const Tensor part = pass.tensor->take(pass.ctx.scratch, y.dtype, y.shape.with_dim0(slice.T()));
   work(slice, all, part);
   pass.tensor->sum(pass.ctx, part, y);

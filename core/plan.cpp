@@ -144,6 +144,10 @@ DryStep run_dry(const Config& c, int rank) {
     return t;
   };
   DryStep d;
+  if (trainer.results() && !trainer.results()->decided()) {
+    traffic_of_step();  // tells what there is to choose from
+    trainer.results()->assume();
+  }
   d.traffic = traffic_of_step();
   if (const std::int64_t micro_batches = c.training.gradient_accumulation; micro_batches > 1) {
     batches.push_back(batches[0]);
@@ -156,11 +160,9 @@ DryStep run_dry(const Config& c, int rank) {
   }
   d.plan.device_bytes = trainer.memory().peaks();
   d.plan.device_total = trainer.memory().peak();
-  if (c.checkpoint.async && c.checkpoint.every > 0) {
-    Memory host(Device::dry);
-    const HostCopy copy(host, saved_rows(trainer));
-    d.plan.host_bytes = host.peaks();
-  }
+  std::optional<HostCopy> copy;
+  if (c.checkpoint.async && c.checkpoint.every > 0) copy.emplace(trainer.host_memory(), saved_rows(trainer));
+  d.plan.host_bytes = trainer.host_memory().peaks();
   return d;
 }
 

@@ -170,6 +170,11 @@ void project(Pass& pass, int id, ConstTensor x, Tensor y, bool add) {
   ops::linear(pass.ctx, ops::LinearForward{.x = low, .w = pass.params.weight(adapter.b), .y = y, .add = true});
 }
 
+void project_result(Pass& pass, int id, ConstTensor x, Tensor& y, Shape shape, DType dtype) {
+  auto result = pass.result(ResultOp::linear, {{&y, dtype, shape}});
+  result.compute([&] { project(pass, id, x, y); });
+}
+
 void project_backward(Pass& pass, int id, ConstTensor dy, ConstTensor x, Tensor dx, bool add_dx) {
   const ConstTensor w = pass.params.weight(id);
   const auto [dw, write] = pass.params.first_gradient(id);

@@ -225,6 +225,7 @@ class Run {
     const auto waited = trainer_.mesh().traffic().exposed_seconds;
     std::vector<io::Batch> batches;
     together(control_, [&] { batches = trainer_.next_batches(*train_); });
+    const bool undecided = trainer_.results() && !trainer_.results()->decided();
     const StepResult result = trainer_.step(batches);
     reached();
     times_.collect();  // the device's last op too is in the time of a profiled step
@@ -249,6 +250,7 @@ class Run {
     measure(result, m);
     together(control_, [&] { report(result, m); });
     if (profiled && run_steps_ == config_.monitor.profile_steps) report_times();
+    if (undecided && trainer_.results()->decided() && main_rank()) spdlog::info("{}", table_of(trainer_.results()->candidates()));
     if (config_.checkpoint.every > 0 && result.step % config_.checkpoint.every == 0) {
       control_.enter(parallel::Phase::save);
       saved_step_ = result.step;
@@ -262,9 +264,13 @@ class Run {
       std::int64_t device_peak_bytes, host_peak_bytes;
       double exposed_comm_seconds;
       std::uint64_t calls;
+      ResultCache::Figures cache;
+      std::int64_t cache_host_bytes;
     };
+    ResultCache* results = trainer_.results();
     const Measured mine{trainer_.memory().peak(), host_peak_bytes(), m.exposed_comm_seconds,
-                        control_.journal() ? control_.journal()->balance() : 0};
+                        control_.journal() ? control_.journal()->balance() : 0, results ? results->take_figures() : ResultCache::Figures{},
+                        results ? results->host_bytes() : 0};
     std::vector<Measured> all(std::size_t(control_.size()));
     const parallel::Communicator::Gather piece{&mine, all.data(), sizeof mine};
     control_.all_gather({&piece, 1});
@@ -274,6 +280,12 @@ class Run {
       m.host_peak_bytes = std::max(m.host_peak_bytes, one.host_peak_bytes);
       m.exposed_comm_seconds = std::max(m.exposed_comm_seconds, one.exposed_comm_seconds);
       calls += one.calls;
+      if (!results) continue;
+      if (!m.cache) m.cache = {.saved_seconds = one.cache.saved_seconds};
+      m.cache->hits += one.cache.hits;
+      m.cache->late += one.cache.late;
+      m.cache->saved_seconds = std::min(m.cache->saved_seconds, one.cache.saved_seconds);
+      m.cache_host_bytes = std::max(m.cache_host_bytes, one.cache_host_bytes);
     }
     if (calls != 0) {
       const auto found = parallel::find_difference(control_);

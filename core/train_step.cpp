@@ -49,6 +49,8 @@ StepResult Trainer::step(std::span<const io::Batch> micro_batches) {
     update_balance(result);
   }
   params_->publish();
+  if (results_ && !results_->decided() && result.skipped != Skipped::no_labels && memory_.device() != Device::dry)
+    results_->decide(*mesh_.world().control, config_.memory.cache.host.bytes > 0 ? link_bytes_per_second(memory_.device()) : 1);
   progress_.step = result.step;
   progress_.sequences += config_.sequences_per_step();
   progress_.tokens += totals.tokens;
@@ -172,6 +174,7 @@ Pass Trainer::make_pass(const MicroBatch& batch, const Totals& totals, PassMode 
           .rows = rows_,
           .mode = mode,
           .dtype = config_.run.dtype,
+          .results = mode == PassMode::train ? results_.get() : nullptr,
           .text = here.text};
 }
 

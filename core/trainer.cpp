@@ -1,6 +1,8 @@
 // trainer.cpp -- bring-up of a run's state, fresh weights, and evaluation.
 #include "core/trainer.h"
 
+#include <algorithm>
+
 #include "core/lora.h"
 #include "core/together.h"
 #include "ops/random.h"
@@ -15,12 +17,23 @@ Device planned_device(const Config& c) {
   return cpu ? Device::cpu : Device::cuda;
 }
 
+std::optional<CacheBudget> cache_budget(const MemoryConfig& m) {
+  if (m.activation_checkpointing == Checkpointing::selective) return CacheBudget{.all = true};
+  if (m.cache.ops.empty()) return {};
+  CacheBudget budget{.forced = m.cache.ops[0] != "auto", .device_bytes = m.cache.device.bytes, .host_bytes = m.cache.host.bytes};
+  for (int op = 0; op < kResultOps; ++op)
+    if (!budget.forced || std::find(m.cache.ops.begin(), m.cache.ops.end(), name_of(ResultOp(op))) != m.cache.ops.end())
+      budget.ops.push_back(ResultOp(op));
+  return budget;
+}
+
 }  // namespace
 
 Trainer::Trainer(const Config& config, std::unique_ptr<parallel::Communicator> world, Device device, bool poison)
     : config_(config),
       mesh_(config.parallel.mesh(), std::move(world), device),
       memory_(device),
+      host_memory_(device == Device::dry ? Device::dry : Device::cpu),
       scratch_(memory_, Category::workspace, poison),
       kept_(memory_, Category::activations, poison),
       blas_(ops::make_blas(memory_)),
@@ -43,6 +56,9 @@ void Trainer::allocate(bool poison) {
     sequence_ = std::make_unique<parallel::SequenceSplit>(*mesh_.sequence().data, config_.data.sequence_length / slices);
 
   if (mesh_.shape().tensor > 1) tensor_ = std::make_unique<parallel::TensorSplit>(*mesh_.tensor().data);
+
+  if (const auto budget = cache_budget(config_.memory))
+    results_ = std::make_unique<ResultCache>(memory_, host_memory_, *budget, int(config_.model.num_hidden_layers));
 
   const DType real = real_of(config_.run.dtype);
   auto own = [&](DType dtype, Shape shape) { return OwnedTensor(memory_, Category::workspace, dtype, shape); };

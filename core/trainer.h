@@ -59,6 +59,8 @@ class Trainer {
   parallel::ShardedParams& params() { return *params_; }
   Optimizer& optimizer() { return *optimizer_; }
   Memory& memory() { return memory_; }
+  Memory& host_memory() { return host_memory_; }  // that the device's results and state lie in
+  ResultCache* results() { return results_.get(); }
   ops::Context& context() { return ctx_; }
   io::Slice slice() const { return {mesh_.here().sequence, mesh_.shape().sequence}; }  // of every sequence, that is here
   Progress progress() const;
@@ -85,7 +87,7 @@ class Trainer {
 
   Config config_;
   parallel::Mesh mesh_;
-  Memory memory_;
+  Memory memory_, host_memory_;
   Stack scratch_, kept_;
   ops::OwnedBlas blas_;
   ops::Context ctx_;
@@ -97,6 +99,7 @@ class Trainer {
   std::unique_ptr<parallel::ExpertExchange> exchange_;
   std::unique_ptr<parallel::SequenceSplit> sequence_;
   std::unique_ptr<parallel::TensorSplit> tensor_;
+  std::unique_ptr<ResultCache> results_;
   OwnedTensor lm_, balance_, indexer_, counts_, histogram_, shared_counts_;
   RowSums rows_;
   Progress progress_;

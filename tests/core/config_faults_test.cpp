@@ -173,6 +173,11 @@ TEST_CASE("each value and each rule of a model, its ranks, data and schedule is 
             "sequence_parallel 2 needs run.device cpu"},
            {{"parallel.sharding=half"}, "parallel.sharding", "is 'half', expected one of full, gradients, optimizer, none"},
            {{"parallel.expert_placement=random"}, "parallel.expert_placement", "is 'random', expected only uniform"},
+           {{"memory.cache.ops=[kda]", "memory.cache.host=1GiB"},
+            "memory.cache.ops",
+            "a cache is for layers that are computed again: it needs activation_checkpointing full"},
+           {{"memory.cache.ops=[kda, auto]", "memory.cache.host=1GiB", "memory.activation_checkpointing=full"}, "memory.cache.ops", "'auto': expected auto, or some of"},
+           {{"memory.cache.ops=auto", "memory.activation_checkpointing=full"}, "memory.cache.ops", "a cache needs room"},
            {{"parallel.bucket_size=many"}, "parallel.bucket_size", "is 'many', expected size, as 8GiB, 141GB or 4096"},
            {{"parallel.expert_sharding=half"}, "parallel.expert_sharding", "is 'half', expected one of full, none"},
            {{"data.sequence_length=0"}, "data.sequence_length", "is '0', expected integer in [1, 2147483647]"},
@@ -253,8 +258,6 @@ TEST_CASE("names of the job format that this version does not do are refused, ne
            {"moe.min_expert_batch=64",
             "is '64': known, but this version does not merge small experts: grouped products cut tiles to the rows an expert has"},
            {"moe.max_rows=100", "is '100': known, but this version does not limit the rows of a rank"},
-           {"memory.activation_checkpointing=selective", "is 'selective': known, but this version does not choose what"},
-           {"memory.cache.ops=[kda]", "known, but this version does not cache results"},
            {"memory.offload.path=x", "known, but this version does not keep optimizer state"},
        }) {
     const auto j = judge(whole_job(), {set});

@@ -192,7 +192,7 @@ TEST_CASE("experts over ranks exchange what balanced routing sends", "[core]") {
 TEST_CASE("a plan holds what a real step takes, to the byte and in every category", "[core]") {
   Config c = GENERATE(test::tiny_config(), test::tiny_linear_config());
   c.run.dtype = GENERATE(DType::f64, DType::f32, DType::bf16);
-  c.memory.activation_checkpointing = GENERATE(Checkpointing::none, Checkpointing::full);
+  c.memory.activation_checkpointing = GENERATE(Checkpointing::none, Checkpointing::selective, Checkpointing::full);
   c.moe.balance = Balance::sign;
   c.training.gradient_accumulation = 2;
   const Plan plan = make_plan(c);

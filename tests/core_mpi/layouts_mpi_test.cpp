@@ -441,3 +441,23 @@ TEST_CASE("adapters and their dropout fall on the same inputs where matrices are
   check_layout(base, with_experts, {.micro_batch = 2, .tensor = 4});
   check_layout(base, with_experts, {.expert = 2, .micro_batch = 2, .recompute = true, .tensor = 2});
 }
+
+TEST_CASE("results that backward finds have the bits of computing them again, whatever is cut over ranks") {
+  const auto base = with_heads(balanced(core::Balance::quantile));
+  auto even = base;
+  even.data.sequence_length = 24;
+  for (const Layout& l : {Layout{.expert = 4, .micro_batch = 2, .recompute = true, .parts = 2}, Layout{.data = 2, .expert = 2, .micro_batch = 1, .recompute = true},
+                          Layout{.expert = 2, .micro_batch = 2, .recompute = true, .tensor = 2}, Layout{.expert = 2, .micro_batch = 2, .recompute = true, .sequence = 2}}) {
+    CAPTURE(l.data, l.expert, l.sequence, l.tensor);
+    core::Config c = config_of(l.sequence > 1 ? even : base, l);
+    const Curve again = run(c, world_of(4));
+    const std::vector<std::string> all{"linear", "grouped_linear", "kda", "attention", "exchange"};
+    for (const auto& cache : {core::CacheConfig{all, {}, {1 << 30}}, core::CacheConfig{{"auto"}, {40000}, {60000}}, core::CacheConfig{{"exchange"}, {5000}, {}}}) {
+      c.memory.cache = cache;
+      const Curve found = run(c, world_of(4));
+      CHECK(found.losses == again.losses);
+      CHECK(found.norms == again.norms);
+      CHECK(found.expert_tokens == again.expert_tokens);
+    }
+  }
+}
