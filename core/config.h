@@ -146,9 +146,14 @@ struct CacheConfig {
   std::vector<std::string> ops;  // auto, or names of core/result_cache.h; empty: nothing is cached
   io::ByteCount device, host;    // room for results
 };
+struct OffloadConfig {
+  bool optimizer = false;  // moments and masters in host memory
+  io::ByteCount slice{std::int64_t(96) << 20};
+};
 struct MemoryConfig {
   Checkpointing activation_checkpointing = Checkpointing::none;
   CacheConfig cache;
+  OffloadConfig offload;
 };
 
 struct LoraConfig {

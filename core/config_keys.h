@@ -345,7 +345,13 @@ void visit(V& v, MemoryConfig& c) {
     s.key("device", cache.device, "room for them on a rank's device");
     s.key("host", cache.host, "room for them in a rank's host memory");
   });
-  v.undone("offload", "keep optimizer state or experts in host memory or on disk");
+  v.section("offload", c.offload, [](auto& s, OffloadConfig& offload) {
+    s.choice("optimizer", offload.optimizer, {{"none", false}, {"host", true}},
+             "host: moments and masters lie in host memory and pass through the device in slices while weights are updated");
+    s.key("slice", offload.slice, "bytes of state that pass at once; the device has room for three times that", Rule{.low = 4096});
+    s.undone("experts", "keep experts in host memory or on disk");
+    s.undone("path", "keep anything on disk");
+  });
 }
 
 template <class V>

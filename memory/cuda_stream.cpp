@@ -72,6 +72,8 @@ void Ferry::copy(void* to, const void* from, std::int64_t bytes, Event& done) {
   done.record(stream_.get());
 }
 
+void Ferry::follow(const Event& event) { wait(stream_.get(), event); }
+
 void push_range(const char* name) { nvtxRangePushA(name); }
 void pop_range() noexcept { nvtxRangePop(); }
 

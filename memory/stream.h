@@ -65,6 +65,7 @@ Pinned pinned(std::int64_t bytes);  // host memory that the device copies from a
 class Ferry {
  public:
   void copy(void* to, const void* from, std::int64_t bytes, Event& done);
+  void follow(const Event& event);  // the next copies come after it
 
  private:
   Stream stream_;

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <optional>
 
 namespace moetrain {
 
@@ -17,32 +16,15 @@ double link_bytes_per_second(Device device) {
   constexpr std::int64_t kBytes = std::int64_t(64) << 20;
   Memory here(device), host(Device::cpu);
   const Buffer block(here, Category::cache, kBytes);
-  Buffer room;
-  cuda::Pinned pinned;
+  const HostBuffer room(host, device, Category::cache, kBytes);
   fill(device, block.data(), 0, kBytes);
-  if (device == Device::cuda) {
-    if constexpr (kHasCuda) pinned = cuda::pinned(kBytes);
-  } else {
-    room = Buffer(host, Category::cache, kBytes);
-    std::memset(room.data(), 0, std::size_t(kBytes));  // its pages are there
-  }
+  std::memset(room.data(), 0, std::size_t(kBytes));  // its pages are there
   const auto start = std::chrono::steady_clock::now();
-  copy_to_host(device, device == Device::cuda ? pinned.get() : room.data(), block.data(), kBytes);
+  copy_to_host(device, room.data(), block.data(), kBytes);
   return double(kBytes) / std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-struct TieredCache::HostRoom {
-  Buffer counted;       // ordinary memory; where the device copies by itself
-  cuda::Pinned pinned;  // this instead
-  std::optional<cuda::Event> done;  // of the last copy, on CUDA
-  std::int64_t bytes = 0;
-};
-
-TieredCache::TieredCache(Memory& device, Memory& host) : device_(device), host_(host) {}
-TieredCache::~TieredCache() {
-  for (const auto& room : rooms_)
-    if (room && room->pinned.get()) host_.add(Category::cache, -room->bytes);
-}
+TieredCache::TieredCache(Memory& device, Memory& host) : device_(device), host_(host), transfer_(device.device()) {}
 
 TieredCache::Entry& TieredCache::entry(int key) {
   check(holds(key), "tiered cache: nothing lies under this key", {{"key", key}});
@@ -72,7 +54,7 @@ void TieredCache::step() {
       e.stage = Stage::leaving;
     }
     if (++e.age < kSteps) continue;
-    wait_for(key);
+    transfer_.wait(room(key).done);
     e.device = {};
     e.stage = Stage::away;
   }
@@ -80,38 +62,14 @@ void TieredCache::step() {
 }
 
 void TieredCache::leave(int key) {
-  Entry& e = entry(key);
-  auto& room = rooms_[std::size_t(key)];
-  const std::int64_t bytes = e.device.view().bytes();
-  counts_.bytes_down += bytes;
-  if (!room) room = std::make_unique<HostRoom>();
-  if (room->bytes < bytes) {
-    const std::int64_t wanted = room->bytes == 0 ? bytes : std::max(bytes, room->bytes + room->bytes / 8);  // it grows, by shares
-    room->counted = {};
-    room->pinned = {};
-    if (on_cuda()) {
-      if constexpr (kHasCuda) room->pinned = cuda::pinned(wanted);
-      host_.add(Category::cache, wanted - room->bytes);
-    } else {
-      room->counted = Buffer(host_, Category::cache, wanted);
-    }
-    room->bytes = wanted;
+  const Tensor from = entry(key).device.view();
+  HostRoom& to = room(key);
+  counts_.bytes_down += from.bytes();
+  if (const std::int64_t had = to.memory.bytes(); had < from.bytes()) {  // it grows, by shares
+    to.memory = {};
+    to.memory = HostBuffer(host_, device_.device(), Category::cache, had == 0 ? from.bytes() : std::max(from.bytes(), had + had / 8));
   }
-  copy(key, on_cuda() ? room->pinned.get() : room->counted.data(), e.device.view().data, bytes);
-}
-
-// In host memory, or beside the default stream.
-void TieredCache::copy(int key, void* to, const void* from, std::int64_t bytes) {
-  if (!on_cuda()) return copy_to_host(device_.device(), to, from, bytes);
-  if (!ferry_) ferry_ = std::make_unique<cuda::Ferry>();
-  auto& done = rooms_[std::size_t(key)]->done;
-  if (!done) done.emplace();
-  if constexpr (kHasCuda) ferry_->copy(to, from, bytes, *done);
-}
-
-void TieredCache::wait_for(int key) const {
-  if constexpr (kHasCuda)
-    if (on_cuda()) cuda::wait(nullptr, *rooms_[std::size_t(key)]->done);
+  transfer_.copy(to.memory.data(), from.data, from.bytes(), to.done);
 }
 
 void TieredCache::prefetch(int key) {
@@ -119,10 +77,9 @@ void TieredCache::prefetch(int key) {
   if (e.tier != Tier::host || e.stage != Stage::away) return;
   e.device = OwnedTensor(device_, Category::cache, e.dtype, e.shape);
   const Tensor to = e.device.view();
-  HostRoom& room = *rooms_[std::size_t(key)];
   counts_.bytes_up += to.bytes();
   e.stage = Stage::coming;
-  copy(key, to.data, on_cuda() ? room.pinned.get() : room.counted.data(), to.bytes());
+  transfer_.copy(to.data, room(key).memory.data(), to.bytes(), room(key).done);
 }
 
 Tensor TieredCache::recall(int key) {
@@ -133,7 +90,7 @@ Tensor TieredCache::recall(int key) {
     prefetch(key);
   }
   if (e.stage == Stage::coming) {
-    wait_for(key);
+    transfer_.wait(room(key).done);
     e.stage = Stage::back;
   }
   return e.device.view();
@@ -142,7 +99,7 @@ Tensor TieredCache::recall(int key) {
 void TieredCache::drop(int key) {
   Entry& e = entry(key);
   std::erase(leaving_, key);
-  if (e.stage == Stage::leaving || e.stage == Stage::coming) wait_for(key);
+  if (e.stage == Stage::leaving || e.stage == Stage::coming) transfer_.wait(room(key).done);
   e = {};
 }
 

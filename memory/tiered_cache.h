@@ -12,11 +12,10 @@
 #pragma once
 #include <array>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "memory/buffer.h"
-#include "memory/stream.h"
+#include "memory/transfer.h"
 
 namespace moetrain {
 
@@ -30,7 +29,6 @@ double link_bytes_per_second(Device device);
 class TieredCache {
  public:
   TieredCache(Memory& device, Memory& host);
-  ~TieredCache();
   TieredCache(const TieredCache&) = delete;
   TieredCache& operator=(const TieredCache&) = delete;
 
@@ -58,18 +56,19 @@ class TieredCache {
     Shape shape;
     int age = 0;  // step()s since it began to leave
   };
-  struct HostRoom;
-  bool on_cuda() const { return device_.device() == Device::cuda; }
+  struct HostRoom {
+    HostBuffer memory;
+    Transfer::Mark done;  // the last copy, either way
+  };
   void leave(int key);
-  void copy(int key, void* to, const void* from, std::int64_t bytes);
-  void wait_for(int key) const;
   Entry& entry(int key);
+  HostRoom& room(int key) { return rooms_[std::size_t(key)]; }
 
   Memory &device_, &host_;
   std::vector<Entry> entries_;
-  std::vector<std::unique_ptr<HostRoom>> rooms_;  // by key
+  std::vector<HostRoom> rooms_;  // by key
   std::vector<int> leaving_;
-  std::unique_ptr<cuda::Ferry> ferry_;
+  Transfer transfer_;
   Counts counts_;
 };
 

@@ -258,7 +258,7 @@ TEST_CASE("names of the job format that this version does not do are refused, ne
            {"moe.min_expert_batch=64",
             "is '64': known, but this version does not merge small experts: grouped products cut tiles to the rows an expert has"},
            {"moe.max_rows=100", "is '100': known, but this version does not limit the rows of a rank"},
-           {"memory.offload.path=x", "known, but this version does not keep optimizer state"},
+           {"memory.offload.path=x", "known, but this version does not keep anything on disk"},
        }) {
     const auto j = judge(whole_job(), {set});
     CAPTURE(set, joined(j.faults));
