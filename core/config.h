@@ -148,6 +148,7 @@ struct CacheConfig {
 };
 struct OffloadConfig {
   bool optimizer = false;  // moments and masters in host memory
+  bool experts = false;    // weights of routed experts in host memory
   io::ByteCount slice{std::int64_t(96) << 20};
 };
 struct MemoryConfig {

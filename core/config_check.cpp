@@ -202,6 +202,13 @@ void check_cache(Findings& f, const MemoryConfig& m) {
             "a cache needs room: cache.device, cache.host or both");
 }
 
+void check_offload(Findings& f, const Config& c) {
+  const auto sharding = c.parallel.sharding;
+  f.require(!c.memory.offload.experts || !c.parallel.expert_sharding || sharding == parallel::Sharding::full || sharding == parallel::Sharding::none,
+            {"memory.offload.experts", "parallel.sharding"},
+            "experts in host memory need parallel.sharding full or none, or parallel.expert_sharding none");
+}
+
 // What a tensor cut divides. Hidden widths and the vocabulary need not be multiples.
 void check_tensor_cut(Findings& f, const Config& c) {
   const std::int64_t ranks = c.parallel.tensor_parallel;
@@ -296,6 +303,7 @@ void check_config(const Config& config, const YamlNode& job, int ranks, std::vec
   check_ranks(findings, config.parallel, ranks);
   check_tensor_cut(findings, config);
   check_cache(findings, config.memory);
+  check_offload(findings, config);
   check_run(findings, config);
   std::stable_sort(faults.begin(), faults.end(), [](const Fault& a, const Fault& b) { return a.line < b.line; });
 }

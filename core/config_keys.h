@@ -349,7 +349,9 @@ void visit(V& v, MemoryConfig& c) {
     s.choice("optimizer", offload.optimizer, {{"none", false}, {"host", true}},
              "host: moments and masters lie in host memory and pass through the device in slices while weights are updated");
     s.key("slice", offload.slice, "bytes of state that pass at once; the device has room for three times that", Rule{.low = 4096});
-    s.undone("experts", "keep experts in host memory or on disk");
+    s.choice("experts", offload.experts, {{"none", false}, {"host", true}},
+             "host: the weights of routed experts lie in host memory, and are on the device while their layer works and the one before it",
+             {{"disk", "keep experts on disk"}});
     s.undone("path", "keep anything on disk");
   });
 }

@@ -74,6 +74,7 @@ Layout make_layout(const Config& config, const ParamTable& table, parallel::Mesh
       users(p).push_back(it->second);
     }
     parallel::Unit& unit = l.units[std::size_t(it->second)];
+    unit.in_host = expert && config.memory.offload.experts;
     unit.tensors.push_back(i);
     const std::int64_t ranks = expert ? mesh.shape().expert : cut ? mesh.shape().tensor : 1;
     const std::int64_t count = (p.shape.count() + ranks - 1) / ranks;

@@ -33,6 +33,11 @@ std::vector<Block::Decisions> Model::decisions() const {
 
 namespace {
 
+// What lies in host memory starts a layer before its gather, which may have to wait for it.
+void fetch(Pass& pass, const std::vector<int>& units) {
+  for (const int u : units) pass.params.fetch(u);
+}
+
 std::int64_t begin_gathers(Pass& pass, const std::vector<int>& units) {
   std::int64_t bytes = 0;
   for (const int u : units) {
@@ -48,11 +53,13 @@ void Model::prefetch(Pass& pass, const Layout& layout, std::size_t l) const {
   std::int64_t bytes = 0;
   do bytes += begin_gathers(pass, l < blocks_.size() ? layout.layers[l] : layout.head);
   while (bytes < pass.config.parallel.bucket_size.bytes && ++l <= blocks_.size());
+  if (l + 1 < blocks_.size()) fetch(pass, layout.layers[l + 1]);
 }
 
 void Model::prefetch_below(Pass& pass, const Layout& layout, std::size_t l, std::size_t lowest) const {
-  for (std::int64_t bytes = 0; l-- > lowest;)
-    if ((bytes += begin_gathers(pass, layout.layers[l])) >= pass.config.parallel.bucket_size.bytes) return;
+  for (std::int64_t bytes = 0; l > lowest && bytes < std::max<std::int64_t>(1, pass.config.parallel.bucket_size.bytes);)
+    bytes += begin_gathers(pass, layout.layers[--l]);
+  if (l > lowest) fetch(pass, layout.layers[l - 1]);
 }
 
 void Model::reduce(Pass& pass, const std::vector<int>& units) const {

@@ -20,18 +20,6 @@ Tensor flat(Tensor t) { return t.present() ? t.reshape({t.count()}) : t; }
 
 }  // namespace
 
-Optimizer::Kept Optimizer::keep(Memory& memory, DType dtype, Shape shape) {
-  Kept k;
-  if (!host_) {
-    k.device = OwnedTensor(memory, Category::optimizer, dtype, shape);
-    k.view = k.device.view();
-  } else {
-    k.host = HostBuffer(*host_, memory.device(), Category::optimizer, shape.count() * size_of(dtype));
-    k.view = Tensor(k.host.data(), dtype, shape);
-  }
-  return k;
-}
-
 Optimizer::Optimizer(Memory& memory, const Offload& offload, const OptimizerConfig& config, const ParamTable& table, parallel::ShardedParams& params)
     : config_(config),
       table_(table),
@@ -47,20 +35,20 @@ Optimizer::Optimizer(Memory& memory, const Offload& offload, const OptimizerConf
     const DType real = real_of(t.dtype);
     const Shape shape = t.shape.with_dim0(params.update_rows(i).count());
     State& s = states_[std::size_t(i)];
-    if (t.dtype != real) s.master = keep(memory, real, shape);
-    s.exp_avg = keep(memory, real, shape);
-    s.exp_avg_sq = keep(memory, real, shape);
-    for (const Tensor m : {s.exp_avg.view, s.exp_avg_sq.view}) fill(host_ ? host_->device() : memory.device(), m.data, 0, m.bytes());
-    for (const Kept* k : {&s.master, &s.exp_avg, &s.exp_avg_sq}) bytes += k->present() ? aligned(k->view.bytes()) : 0;
+    if (t.dtype != real) s.master = PlacedTensor(memory, host_, Category::optimizer, real, shape);
+    s.exp_avg = PlacedTensor(memory, host_, Category::optimizer, real, shape);
+    s.exp_avg_sq = PlacedTensor(memory, host_, Category::optimizer, real, shape);
+    for (const Tensor m : {s.exp_avg.view(), s.exp_avg_sq.view()}) fill(host_ ? host_->device() : memory.device(), m.data, 0, m.bytes());
+    for (const PlacedTensor* k : {&s.master, &s.exp_avg, &s.exp_avg_sq}) bytes += k->present() ? aligned(k->view().bytes()) : 0;
   }
   for (std::size_t r = 0; host_ && r < kRooms; ++r)
     rooms_.emplace_back(memory, Category::optimizer, DType::u8, Shape{std::min(bytes, offload.slice_bytes)});
 }
 
-Tensor Optimizer::rows_of(const Kept& t, int i, parallel::Rows rows) const {
+Tensor Optimizer::rows_of(const PlacedTensor& t, int i, parallel::Rows rows) const {
   if (!t.present()) return {};
   const auto held = params_.update_rows(i);
-  return t.view.rows(rows.begin - held.begin, rows.end - held.begin);
+  return t.view().rows(rows.begin - held.begin, rows.end - held.begin);
 }
 
 Tensor Optimizer::master(int i, parallel::Rows rows) const {

@@ -35,18 +35,11 @@ class Optimizer {
   bool has_master(int i) const { return states_[std::size_t(i)].master.present(); }
 
  private:
-  struct Kept {  // on the device or in host memory
-    OwnedTensor device;
-    HostBuffer host;
-    Tensor view;
-    bool present() const { return view.present(); }
-  };
   struct State {
-    Kept master;  // only where the weight is not its own master
-    Kept exp_avg, exp_avg_sq;
+    PlacedTensor master;  // only where the weight is not its own master
+    PlacedTensor exp_avg, exp_avg_sq;
   };
-  Kept keep(Memory& memory, DType dtype, Shape shape);
-  Tensor rows_of(const Kept& t, int i, parallel::Rows rows) const;
+  Tensor rows_of(const PlacedTensor& t, int i, parallel::Rows rows) const;
   std::vector<ops::AdamWShard> shards_to_update();
   void update_in_slices(ops::Context& ctx, ops::AdamW step, const std::vector<ops::AdamWShard>& shards);
 

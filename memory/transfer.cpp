@@ -27,6 +27,16 @@ HostBuffer::~HostBuffer() {
   if (host_) host_->add(category_, -bytes_);
 }
 
+PlacedTensor::PlacedTensor(Memory& device, Memory* host, Category category, DType dtype, Shape shape) {
+  if (!host) {
+    device_ = OwnedTensor(device, category, dtype, shape);
+    view_ = device_.view();
+  } else {
+    host_ = HostBuffer(*host, device.device(), category, shape.count() * size_of(dtype));
+    view_ = Tensor(host_.data(), dtype, shape);
+  }
+}
+
 void Transfer::copy(void* to, const void* from, std::int64_t bytes, Mark& done) {
   if (device_ != Device::cuda) return copy_to_device(device_, to, from, bytes);
   if (!ferry_) ferry_ = std::make_unique<cuda::Ferry>();

@@ -26,6 +26,21 @@ class HostBuffer {
   std::int64_t bytes_ = 0;
 };
 
+// A tensor of its own on a device, or in host memory that the device reaches: its operators may work on it there, at the speed of the link.
+class PlacedTensor {
+ public:
+  PlacedTensor() = default;
+  // host: where it lies; null: on the device.
+  PlacedTensor(Memory& device, Memory* host, Category category, DType dtype, Shape shape);
+  Tensor view() const { return view_; }
+  bool present() const { return view_.present(); }
+
+ private:
+  OwnedTensor device_;
+  HostBuffer host_;
+  Tensor view_;
+};
+
 // Copies in one direction, one after another, on a stream of their own; on the CPU at once. A copy begins when the default stream has done
 // what was queued before it.
 class Transfer {

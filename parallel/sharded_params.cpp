@@ -25,6 +25,9 @@ ShardedParams::ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors,
       units_(std::move(units)),
       storage_(tensors_.size()),
       open_(units_.size(), 0),
+      from_host_(memory.device()),
+      came_(units_.size()),
+      gathering_(units_.size(), false),
       options_(options) {
   for (std::size_t u = 0; u < units_.size(); ++u) {
     check(units_[u].group != nullptr, "sharded params: a unit has no group", {{"unit", std::int64_t(u)}});
@@ -44,7 +47,10 @@ ShardedParams::ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors,
     const Sharding sharding = sharding_of(units_[std::size_t(own.unit)]);
     const Shape shard = tensor.shape.with_dim0(padded_shard_rows(int(t))), padded = padded_shape(int(t));
     const Shape whole = sharding == Sharding::none ? tensor.shape : padded;
-    own.weight = OwnedTensor(memory_, Category::weights, tensor.dtype, sharding == Sharding::full ? shard : whole);
+    const Unit& its = units_[std::size_t(own.unit)];
+    check(!its.in_host || (options_.host && (sharding == Sharding::none || sharding == Sharding::full)),
+          "sharded params: a unit in host memory is whole or sharded fully", {{"unit", own.unit}});
+    own.weight = PlacedTensor(memory_, its.in_host ? options_.host : nullptr, Category::weights, tensor.dtype, sharding == Sharding::full ? shard : whole);
     if (!tensor.trainable) continue;
     const bool in_shards = scatters_each_micro_batch(units_[std::size_t(own.unit)]);
     (in_shards ? own.gradient_shard : own.gradient) =
@@ -102,18 +108,35 @@ void ShardedParams::clear(Storage& own, std::int64_t first_row) const {
 
 void ShardedParams::open(int u) { ++open_[std::size_t(u)]; }
 
+// Room for the whole weights; those in host memory start for their place in it.
+void ShardedParams::fetch(int u) {
+  const Unit& it = unit(u);
+  if (!it.in_host || it.tensors.empty() || storage(it.tensors.front()).gathered.present()) return;
+  for (const int t : it.tensors) {
+    auto& own = storage_[std::size_t(t)];
+    const bool sharded = sharding_of(it) == Sharding::full;
+    own.gathered = OwnedTensor(memory_, Category::weights, tensors_[std::size_t(t)].dtype, sharded ? padded_shape(t) : tensors_[std::size_t(t)].shape);
+    const Tensor from = own.weight.view();
+    from_host_.copy(offset_by(own.gathered.view(), sharded ? it.group->rank() * from.shape[0] : 0), from.data, from.bytes(), came_[std::size_t(u)]);
+  }
+}
+
 void ShardedParams::begin_gather(int u) {
   const Unit& it = unit(u);
-  if (sharding_of(it) != Sharding::full || it.tensors.empty()) return;
-  if (storage(it.tensors.front()).gathered.present()) return;  // or on its way
+  fetch(u);
+  if (sharding_of(it) != Sharding::full || it.tensors.empty() || gathering_[std::size_t(u)]) return;
   std::vector<Communicator::Gather> pieces;
   for (const int t : it.tensors) {
     auto& own = storage_[std::size_t(t)];
-    own.gathered = OwnedTensor(memory_, Category::weights, tensors_[std::size_t(t)].dtype, padded_shape(t));
-    pieces.push_back({own.weight.view().data, own.gathered.view().data, own.weight.view().bytes()});
+    const Tensor shard = own.weight.view();
+    if (!it.in_host) own.gathered = OwnedTensor(memory_, Category::weights, shard.dtype, padded_shape(t));
+    const Tensor all = own.gathered.view();
+    pieces.push_back({it.in_host ? offset_by(all, it.group->rank() * shard.shape[0]) : shard.data, all.data, shard.bytes()});
   }
+  from_host_.wait(came_[std::size_t(u)]);
   it.group->begin_all_gather(pieces);
   under_way_.push_back({{{u}, {}}, /*gather=*/true});
+  gathering_[std::size_t(u)] = true;
 }
 
 void ShardedParams::prefetch(int u) {
@@ -126,6 +149,7 @@ void ShardedParams::gather(int u) {
   open(u);
   begin_gather(u);
   end_all_until(u, true);
+  from_host_.wait(came_[std::size_t(u)]);
 }
 
 void ShardedParams::end_oldest() {
@@ -165,8 +189,9 @@ void ShardedParams::release(int u) {
     auto& own = storage_[std::size_t(t)];
     check(!own.gradient.present() || !scatters_each_micro_batch(it) || !own.gradient_shard.present(),
           "sharded params: released before its gradients were reduced", {{"unit", u}, {"tensor", t}});
-    if (options_.reshard_after_use) own.gathered = {};
+    if (gathered_goes(it)) own.gathered = {};
   }
+  if (gathered_goes(it)) gathering_[std::size_t(u)] = false;
 }
 
 // The whole gradient of one micro-batch starts as zeros (blank in the first), but for this rank's own rows: they start as the sum of
@@ -260,6 +285,7 @@ void ShardedParams::publish() {
     const Unit& it = units_[u];
     check(open_[u] == 0, "sharded params: published while gathered", {{"unit", std::int64_t(u)}});
     for (const int t : it.tensors) storage_[std::size_t(t)].gathered = {};
+    gathering_[u] = false;
     if (it.group->size() == 1 || it.sharding == Sharding::none || it.sharding == Sharding::full) continue;
     std::vector<Communicator::Gather> pieces;
     for (const int t : it.tensors) {

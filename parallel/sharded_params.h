@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "memory/buffer.h"
+#include "memory/transfer.h"
 #include "parallel/communicator.h"
 #include "parallel/shard.h"
 
@@ -38,6 +38,7 @@ struct Unit {
   std::vector<int> tensors;  // indices into the list of tensors; a tensor is in exactly one unit
   Communicator* group;
   Sharding sharding;
+  bool in_host = false;  // its weights lie in host memory, and are on the device while they are gathered
   // As good as those here, and the same on every rank of the job: what travels together is decided by them.
   std::int64_t gradient_bytes = 0, weight_bytes = 0;
 };
@@ -51,11 +52,13 @@ class ShardedParams {
     bool reshard_after_use = true;
     std::int64_t bucket_bytes = 0;
     bool poison = false;
+    Memory* host = nullptr;  // of units that lie there
   };
   ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors, std::vector<Unit> units, const Options& options);
 
   // --- one step, in this order
   void begin_step();        // gradients are zero from here on; those that are written before they are added to are not cleared
+  void fetch(int unit);     // of a unit in host memory: begins its way to the device, which prefetch then has to wait for
   void prefetch(int unit);  // collective; begins what gather then only waits for
   void gather(int unit);    // collective; afterwards weight() and gradient() of its tensors may be used. May nest: each
                             // gather has its release
@@ -91,8 +94,8 @@ class ShardedParams {
 
  private:
   struct Storage {
-    OwnedTensor weight;            // (n c rows, or R where nothing is gathered in place; full: c rows, its shard)
-    OwnedTensor gathered;          // full only: (n c rows) while gathered
+    PlacedTensor weight;           // (n c rows, or R where nothing is gathered in place; full: c rows, its shard)
+    OwnedTensor gathered;          // full, or in host memory: (n c rows) while gathered
     OwnedTensor gradient;          // (n c rows or R) for whole: resident, or from gradient() to the end of the reduction
     OwnedTensor gradient_shard;    // gradients, full: (c rows)
     bool blank = false;            // gradient stands for zeros, but holds anything
@@ -108,6 +111,7 @@ class ShardedParams {
   const Unit& unit(int unit) const;
   std::int64_t padded_shard_rows(int tensor) const;  // c
   Shape padded_shape(int tensor) const;              // n c rows
+  bool gathered_goes(const Unit& unit) const { return options_.reshard_after_use || unit.in_host; }  // with its last release
   void make_gradient(int tensor);
   void clear(Storage& own, std::int64_t first_row = 0) const;  // gradient to zeros from a row on, where it is blank
   struct Bucket {
@@ -132,6 +136,9 @@ class ShardedParams {
   std::vector<int> open_;         // by unit: gathers not yet released
   std::vector<Bucket> filling_;   // a group's gradients that are complete, and too few to leave
   std::deque<UnderWay> under_way_;  // the oldest first
+  Transfer from_host_;
+  std::vector<Transfer::Mark> came_;  // by unit, its weights from host memory
+  std::vector<bool> gathering_;       // by unit: gathered from all ranks, or on its way
   const Options options_;
   bool in_step_ = false;
 };

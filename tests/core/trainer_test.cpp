@@ -348,7 +348,7 @@ TEST_CASE("state in host memory gives the bits of state on the device, in slices
   for (const std::int64_t slice : {std::int64_t(4096), std::int64_t(50000), std::int64_t(1) << 30}) {
     CAPTURE(slice);
     core::Config c = base;
-    c.memory.offload = {.optimizer = true, .slice = {slice}};
+    c.memory.offload = {.optimizer = true, .experts = slice == 50000, .slice = {slice}};
     core::Trainer t(c, parallel::solo(), Device::cpu, /*poison=*/true);
     t.initialize();
     CHECK(run(t) == want);
@@ -364,5 +364,15 @@ TEST_CASE("state in host memory gives the bits of state on the device, in slices
     const core::Plan plan = core::make_plan(c);
     CHECK(plan.ranks[0].device_bytes[std::size_t(Category::optimizer)] == t.memory().peaks()[std::size_t(Category::optimizer)]);
     CHECK(plan.ranks[0].host_bytes[std::size_t(Category::optimizer)] == state);
+    for (const Category k : {Category::weights, Category::gradients}) {
+      CHECK(plan.ranks[0].device_bytes[std::size_t(k)] == t.memory().peaks()[std::size_t(k)]);
+      CHECK(plan.ranks[0].host_bytes[std::size_t(k)] == t.host_memory().peaks()[std::size_t(k)]);
+    }
+    if (!c.memory.offload.experts) continue;
+    std::int64_t experts = 0;
+    for (const core::Param& p : t.table().all())
+      if (p.unit == core::UnitKind::experts) experts += p.shape.count() * size_of(c.run.dtype);
+    CHECK(t.host_memory().now(Category::weights) == experts);
+    CHECK(t.memory().now(Category::weights) == there.memory().now(Category::weights) - experts);
   }
 }

@@ -461,3 +461,20 @@ TEST_CASE("results that backward finds have the bits of computing them again, wh
     }
   }
 }
+
+TEST_CASE("experts and optimizer state in host memory give the bits of the device's, with any sharding, adapters or recomputation") {
+  auto base = balanced(core::Balance::quantile);
+  for (const bool adapters : {false, true}) {
+    if (adapters) base.lora = core::LoraConfig{.rank = 3, .alpha = 6, .target = {"attention", "expert_proj"}};
+    for (const Layout& l : {Layout{.data = 2, .expert = 2, .micro_batch = 1}, Layout{.data = 2, .expert = 2, .micro_batch = 2, .sharding = Sharding::none, .recompute = true},
+                            Layout{.expert = 4, .micro_batch = 2, .reshard = false, .parts = 2}, Layout{.data = 4, .micro_batch = 1, .sharding = Sharding::optimizer, .expert_sharding = false}}) {
+      CAPTURE(adapters, l.data, l.expert, int(l.sharding));
+      core::Config c = config_of(base, l);
+      const Curve here = run(c, world_of(4));
+      c.memory.offload = {.optimizer = true, .experts = true, .slice = {20000}};
+      const Curve there = run(c, world_of(4));
+      CHECK(there.losses == here.losses);
+      CHECK(there.norms == here.norms);
+    }
+  }
+}
