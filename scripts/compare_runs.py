@@ -2,10 +2,11 @@
 """Are two runs the same? Compares what has to be bit-equal: step, tokens, loss, balance_loss, indexer_loss, grad_norm, lr, label_tokens
 and every column of expert counts, row by row.
 
-compare_runs.py A B [--relative 1e-9] [--absolute 0]
+compare_runs.py A B [--relative 1e-9] [--absolute 0] [--columns loss,grad_norm] [--steps 3] [--table]
 
 A and B are run folders, or metrics.csv files (then the tokens an expert got, which stand in expert_tokens.csv beside, are not compared;
-nor are they under a tolerance). Exit 0: equal; 1: the first difference is printed; 2: something cannot be read.
+nor are they under a tolerance, or with --columns). --steps compares the first rows alone; --table prints the losses and gradient norms of
+all rows side by side. Exit 0: equal; 1: the first difference is printed; 2: something cannot be read.
 """
 import argparse
 import csv
@@ -59,11 +60,21 @@ def same(column, a, b, relative, absolute, where):
     return abs(x - y) <= (relative or 0.0) * max(abs(x), abs(y)) + (absolute or 0.0)  # false for NaN
 
 
-def first_difference(a, b, relative=None, absolute=None):
-    """The first difference as text, or None; and how many rows were compared."""
+def first_difference(a, b, relative=None, absolute=None, columns=None, steps=None):
+    """The first difference as text, or None; and how many rows were compared. Of some columns or the first steps alone, where told."""
     path_a, header_a, rows_a = metrics_of(a)
     path_b, header_b, rows_b = metrics_of(b)
-    columns = COLUMNS + sorted(c for c in set(header_a) | set(header_b) if c.startswith("expert_") or c in ("dropped_tokens", "rerouted_tokens"))
+    if steps is not None:
+        if steps < 1:
+            raise Unreadable(f"{steps} steps: nothing would be compared")
+        for path, rows in (path_a, rows_a), (path_b, rows_b):
+            if len(rows) < steps:
+                raise Unreadable(f"{path}: {len(rows)} rows, {steps} are to be compared")
+        rows_a, rows_b = rows_a[:steps], rows_b[:steps]
+    for column in columns or []:
+        if column not in header_a and column not in header_b:
+            raise Unreadable(f"{path_a}: no column {column}")
+    columns = columns or COLUMNS + sorted(c for c in set(header_a) | set(header_b) if c.startswith("expert_") or c in ("dropped_tokens", "rerouted_tokens"))
     for column in columns:
         if (column in header_a) != (column in header_b):
             return f"column {column} is only in {path_a if column in header_a else path_b}", 0
@@ -77,6 +88,27 @@ def first_difference(a, b, relative=None, absolute=None):
     if not rows_a:
         raise Unreadable(f"{path_a} and {path_b} have no rows: nothing was compared")
     return None, len(rows_a)
+
+
+def gap(a, b):
+    """|a - b| / max(|a|, |b|) of two fields; NaN where one is empty."""
+    x, y = (float(field or "nan") for field in (a, b))
+    return abs(x - y) / (max(abs(x), abs(y)) or 1.0)
+
+
+def beside(a, b, names=("A", "B"), columns=("loss", "grad_norm")):
+    """Lines of a table in Markdown, a row a step that both runs have, as lists of cells: each column of both, and the relative gap."""
+    lines = [["step"] + [cell for column in columns for cell in (f"{column}, {names[0]}", names[1], "gap")]]
+    for x, y in zip(metrics_of(a)[2], metrics_of(b)[2]):
+        pairs = [(x[column], y[column]) for column in columns]
+        lines.append([x["step"]] + [cell for p, q in pairs for cell in (*(f"{float(n or 'nan'):.9g}" for n in (p, q)), f"{gap(p, q):.1e}")])
+    return lines
+
+
+def printed(lines):
+    """The table that lists of cells are, the first its head."""
+    head, *rows = ("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join([head, "|" + " ---: |" * len(lines[0]), *rows])
 
 
 def counts_of(run, steps):
@@ -113,11 +145,16 @@ def main():
     parser.add_argument("b")
     parser.add_argument("--relative", type=float, help="allowed |a - b| / max(|a|, |b|); not given: bit for bit")
     parser.add_argument("--absolute", type=float, help="allowed |a - b| besides")
+    parser.add_argument("--columns", type=lambda names: names.split(","), help="these alone are compared, joined by commas")
+    parser.add_argument("--steps", type=int, help="compare the first rows alone")
+    parser.add_argument("--table", action="store_true", help="print losses and gradient norms side by side")
     arguments = parser.parse_args()
     try:
-        found, rows = first_difference(arguments.a, arguments.b, arguments.relative, arguments.absolute)
+        if arguments.table:
+            print(printed(beside(arguments.a, arguments.b)))
+        found, rows = first_difference(arguments.a, arguments.b, arguments.relative, arguments.absolute, arguments.columns, arguments.steps)
         skipped = ""
-        if not found and arguments.relative is None and arguments.absolute is None:
+        if not found and arguments.relative is None and arguments.absolute is None and not arguments.columns and arguments.steps is None:
             found, skipped = count_difference(arguments.a, arguments.b)
     except Unreadable as error:
         print(error, file=sys.stderr)

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""A checkpoint that 128 ranks wrote is one file to h5py: every tensor whole, with the shape and values of one rank's, and every checksum.
+"""128 ranks: full training is that of one rank, and a checkpoint that they wrote is one file to h5py: every tensor whole, with the shape and
+values of one rank's, and every checksum.
 
-many_ranks_slow.py MOETRAIN [unittest arguments]; MPIRUN in the environment says how ranks are started. Needs h5py.
+many_ranks_slow.py MOETRAIN [unittest arguments]; MPIRUN in the environment says how ranks are started. Checkpoints need h5py.
 """
 import os
 import subprocess
@@ -30,6 +31,14 @@ def tensors(view):
     found = {}
     view.visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Dataset) and item.shape else None)
     return found
+
+
+class FullTraining(Runs):
+    def test_is_that_of_one_rank(self):
+        for dtype, steps, *words in ("fp64", 3, "--relative", "1e-9", "--columns", "tokens,label_tokens,loss,indexer_loss,grad_norm"), ("fp32", 2):
+            out = self.against_one_rank("--set", f"data.train={self.data}", "--set", f"training.steps={steps}", "--set", "schedule.warmup_steps=0",
+                                        "--set", f"run.dtype={dtype}", "--out", self.root / dtype, "--steps", steps, *words)
+            self.assertRegex(out, r"\| ranks seen on this host \| 128 \|")
 
 
 @unittest.skipUnless(h5py, "h5py is not here")

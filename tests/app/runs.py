@@ -10,6 +10,7 @@ import tempfile
 import time
 import unittest
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 MPIRUN = os.environ.get("MPIRUN", "mpirun").split()
 
 JOB = """\
@@ -103,6 +104,13 @@ class Runs(unittest.TestCase):
             self.fail(f"no end within {seconds} s")
         self.assertEqual(process.returncode, code, out + err)
         return out, err
+
+    def against_one_rank(self, *words, code=0):
+        """What scripts/against_one_rank.py says of configs/full_128_ranks.yaml."""
+        command = [sys.executable, "-B", ROOT / "scripts/against_one_rank.py", ROOT / "configs/full_128_ranks.yaml", "--program", self.program, "--out", self.run_dir]
+        result = subprocess.run([*command, *map(str, words)], capture_output=True, text=True, check=False, timeout=900)
+        self.assertEqual(result.returncode, code, result.stdout + result.stderr)
+        return result.stdout
 
     def exit_json(self, run_dir=None):
         return json.loads(((run_dir or self.run_dir) / "exit.json").read_text())

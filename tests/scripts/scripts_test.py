@@ -78,6 +78,24 @@ class CompareRuns(OfRuns):
         self.assertIn("step 2, count 1", result.stdout)
         self.assertEqual(script("compare_runs.py", a, a).returncode, 0)
 
+    def test_some_columns_or_the_first_steps_alone(self):
+        self.assertEqual(self.compared(self.changed(1, "loss", "77"), "--columns", "step,grad_norm").returncode, 0)
+        self.assertEqual(self.compared(self.changed(1, "loss", "77"), "--columns", "step,loss").returncode, 1)
+        self.assertEqual(self.compared(self.changed(1, "loss", "77"), "--steps", "1").returncode, 0)
+        self.assertEqual(self.compared(self.changed(0, "loss", "77"), "--steps", "1").returncode, 1)
+        for options in ["--columns", "lost"], ["--steps", "3"], ["--steps", "0"]:
+            result = self.compared(ROWS, *options)
+            self.assertEqual(result.returncode, 2, result.stdout)
+            self.assertEqual(result.stdout, "")
+
+    def test_a_table_has_both_runs_and_how_far_they_are_apart(self):
+        result = self.compared(self.changed(1, "loss", "5.3999"), "--table", "--relative", "1e-4")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        lines = result.stdout.splitlines()
+        self.assertEqual(lines[0], "| step | loss, A | B | gap | grad_norm, A | B | gap |")
+        self.assertEqual(lines[2:4], ["| 1 | 5.54517744 | 5.54517744 | 0.0e+00 | 1.25 | 1.25 | 0.0e+00 |",
+                                      "| 2 | 5.4 | 5.3999 | 1.9e-05 | 1.125 | 1.125 | 0.0e+00 |"])
+
     def test_nothing_to_compare_is_not_equality(self):
         self.write("a/metrics.csv", HEADER + "\n")
         self.assertEqual(script("compare_runs.py", self.root / "a", self.root / "a").returncode, 2)
