@@ -3,10 +3,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "core/trainer.h"
-#include "tests/support/catch.h"
-#include "tests/support/compare.h"
-#include "tests/support/tiny.h"
+#include "tests/support/layouts.h"
 
 using namespace moetrain;
 using namespace moetrain::test;
@@ -14,82 +11,20 @@ using parallel::Sharding;
 
 namespace {
 
-constexpr int kSteps = 10;
 constexpr std::int64_t kGlobalSequences = 8;
 
-struct Curve {
-  std::vector<double> losses, norms;
-  std::vector<std::int64_t> expert_tokens;  // of all steps
-  std::int64_t limited = 0;                 // slots rerouted or dropped
-};
-
-// Ranks [first, first + ranks) of the job's four, as a world of their own; collective over all four.
-std::unique_ptr<parallel::Communicator> world_of(int ranks) {
-  auto all = parallel::mpi_world();
-  REQUIRE(all->size() == 4);
-  const int first = all->rank() / ranks * ranks;
-  std::vector<int> members;
-  for (int r = first; r < first + ranks; ++r) members.push_back(r);
-  return all->subgroup(members);
-}
-
-struct Layout {
-  int data = 1, expert = 1;
-  std::int64_t micro_batch = 1;  // sequences
-  Sharding sharding = Sharding::full;
-  bool reshard = true, expert_sharding = true, recompute = false;
-  std::int64_t parts = 1;  // of the exchange
-  int sequence = 1, tensor = 1;
-  std::int64_t bucket = 0;  // bytes
-  int ranks() const { return data * expert * sequence * tensor; }
-};
-
-core::Config config_of(const core::Config& base, const Layout& l) {
-  core::Config c = base;
-  c.parallel.data_parallel = l.data;
-  c.parallel.expert_parallel = l.expert;
-  c.parallel.sequence_parallel = l.sequence;
-  c.parallel.tensor_parallel = l.tensor;
-  c.parallel.bucket_size.bytes = l.bucket;
-  c.parallel.sharding = l.sharding;
-  c.parallel.reshard_after_use = l.reshard;
-  c.parallel.expert_sharding = l.expert_sharding;
-  c.moe.overlap_chunks = l.parts;
-  c.training.micro_batch_size = l.micro_batch;
-  c.training.gradient_accumulation = kGlobalSequences / (l.data * l.expert * l.micro_batch);
-  c.memory.activation_checkpointing = l.recompute ? core::Checkpointing::full : core::Checkpointing::none;
-  return c;
-}
+core::Config config_of(const core::Config& base, const Layout& l) { return config_of(base, l, kGlobalSequences); }
 
 // document_length: of every document; 0: uneven ones.
 Curve run(const core::Config& c, std::unique_ptr<parallel::Communicator> world, std::int64_t document_length = 0) {
   core::Trainer t(c, std::move(world), Device::cpu, /*poison=*/true);
-  t.initialize();
-  disturb(t, 0.05);
-  Curve curve;
-  for (int s = 0; s < kSteps; ++s) {
-    const auto r = t.step(synthetic_step(t, /*seed=*/7, document_length));
-    curve.losses.push_back(r.loss);
-    curve.norms.push_back(r.grad_norm);
-    curve.limited += r.rerouted + r.dropped;
-    curve.expert_tokens.insert(curve.expert_tokens.end(), r.expert_tokens.begin(), r.expert_tokens.end());
-    // The same bits on every rank.
-    std::vector<double> all(std::size_t(t.mesh().shape().ranks()));
-    const parallel::Communicator::Gather piece{&r.grad_norm, all.data(), sizeof(double)};
-    t.mesh().world().control->all_gather({&piece, 1});
-    CHECK(std::all_of(all.begin(), all.end(), [&](double x) { return x == r.grad_norm; }));
-  }
-  return curve;
+  return curve_of(t, [&](core::Trainer& of) { return synthetic_step(of, /*seed=*/7, document_length); });
 }
 
-void check_layout(const core::Config& base, const Curve& one, const Layout& l, std::int64_t document_length = 0, double bound = 1e-9) {
+void check_layout(const core::Config& base, const Curve& one, const Layout& l, std::int64_t document_length = 0) {
   CAPTURE(l.data, l.expert, l.sequence, l.tensor, l.bucket, l.micro_batch, int(l.sharding), l.reshard, l.expert_sharding, l.recompute, l.parts,
           document_length);
-  const Curve c = run(config_of(base, l), world_of(l.ranks()), document_length);
-  CHECK(difference(c.losses, one.losses, bound) == "");
-  CHECK(difference(c.norms, one.norms, bound) == "");
-  CHECK(c.expert_tokens == one.expert_tokens);
-  CHECK(c.limited == one.limited);
+  check_curves(run(config_of(base, l), world_of(l.ranks()), document_length), one, 1e-9);
 }
 
 Curve one_rank(const core::Config& base, std::int64_t document_length = 0) {
