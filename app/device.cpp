@@ -52,7 +52,8 @@ Device on_cpu(const Session& session, const std::string& why) {
 Device choose_device(Session& session, const core::Config& config) {
   const bool automatic = config.run.device == core::DeviceChoice::automatic;
   if constexpr (kHasCuda) {
-    if (const char* reason = config.cpu_only(); automatic && reason) return on_cpu(session, std::string(" (") + reason + " runs there only)");
+    if (const char* reason = config.cpu_only(); automatic && reason)
+      return on_cpu(session, std::string(" (") + reason + " runs there only)");
     if (config.run.device != core::DeviceChoice::cpu) {
       std::int64_t devices = cuda::devices();
       core::together(session.control(), [&] {

@@ -12,7 +12,8 @@ std::variant<AttentionKda, AttentionMla> make(const ModelConfig& m, ParamTable& 
 
 }  // namespace
 
-Attention::Attention(const ModelConfig& m, ParamTable& table, int layer, int tensor_ranks) : kind_(make(m, table, layer, tensor_ranks)) {}
+Attention::Attention(const ModelConfig& m, ParamTable& table, int layer, int tensor_ranks)
+    : kind_(make(m, table, layer, tensor_ranks)) {}
 
 Tensor Attention::take_decisions(Pass& pass) const {
   const auto* mla = std::get_if<AttentionMla>(&kind_);
@@ -27,7 +28,8 @@ void Attention::forward(Pass& pass, ConstTensor x_here, Kept& kept, Tensor decis
   });
 }
 
-void Attention::backward(Pass& pass, ConstTensor x_here, const Kept& kept, ConstTensor decisions, ConstTensor dy_here, Tensor dx_here) const {
+void Attention::backward(Pass& pass, ConstTensor x_here, const Kept& kept, ConstTensor decisions, ConstTensor dy_here,
+                         Tensor dx_here) const {
   on_all_rows(pass, dy_here, dx_here, [&](Pass& all, ConstTensor dy, Tensor dx) {
     Scope scope(all.ctx.scratch);
     const ConstTensor x = all.all_rows(x_here);

@@ -24,7 +24,8 @@ AttentionKda::AttentionKda(const ModelConfig& m, ParamTable& table, int layer, c
     return table.add({.name = prefix + name + ".weight", .shape = {out, in}, .layer = layer, .cut = cut});
   };
   auto pinned = [&](const std::string& name, Shape shape, Init init, Cut cut) {
-    return table.add({.name = prefix + name, .shape = shape, .init = init, .decay = false, .pinned = true, .layer = layer, .cut = cut});
+    return table.add(
+        {.name = prefix + name, .shape = shape, .init = init, .decay = false, .pinned = true, .layer = layer, .cut = cut});
   };
   auto stream = [&](const std::string& letter) {
     const int proj = matrix(letter + "_proj", P, D, Cut::rows);
@@ -127,7 +128,9 @@ void AttentionKda::forward(Pass& pass, ConstTensor x, Kept& k, Tensor y) const {
   const std::int64_t T = pass.T();
   const Shape wide{T, P_}, low{T, H_}, heads{T, N_, H_};
   k = {};
-  auto project_into = [&](int projection, ConstTensor from, Tensor& to, Shape shape) { project_result(pass, projection, from, to, shape); };
+  auto project_into = [&](int projection, ConstTensor from, Tensor& to, Shape shape) {
+    project_result(pass, projection, from, to, shape);
+  };
   project_into(q_.proj, x, k.q_in, wide);
   project_into(k_.proj, x, k.k_in, wide);
   project_into(v_.proj, x, k.v_in, wide);

@@ -220,7 +220,8 @@ void AttentionMla::index_backward(Pass& pass, ConstTensor x, const Kept& k) cons
   project_backward(mine, index_.weights_proj, dw, x, {});
 }
 
-// What the attention makes for backward, and for the indexer's loss: `o` (T, N, C) or (T, P), lse and, where it is wanted, probability.
+// What the attention makes for backward, and for the indexer's loss: `o` (T, N, C) or (T, P), lse and, where it is wanted,
+// probability.
 ResultCache::Result AttentionMla::attended(Pass& pass, Kept& k, Tensor& o, Tensor& probability) const {
   const Shape shape = &o == &k.o ? Shape{pass.T(), P_} : Shape{pass.T(), N_, C_};
   const ResultCache::Output values{&o, pass.dtype, shape}, lse{&k.lse, pass.real(), {pass.T(), N_}};
@@ -318,7 +319,8 @@ void AttentionMla::forward(Pass& pass, ConstTensor x, Kept& k, Tensor indices, T
   if (learns || sparse(pass.config)) in = index_inputs(pass, x, k);
   Tensor probability;
   const auto wanted = [&](std::int64_t columns) {
-    if (learns) probability = pass.tensor ? pass.tensor->take(ctx.scratch, pass.real(), {T, columns}) : pass.scratch_real({T, columns});
+    if (learns)
+      probability = pass.tensor ? pass.tensor->take(ctx.scratch, pass.real(), {T, columns}) : pass.scratch_real({T, columns});
   };
   if (sparse(pass.config)) {
     if (!pass.decided()) select(pass, in, indices);

@@ -5,10 +5,9 @@
 //   y = W_o( o sigmoid(W_g x) ), or W_o o without an output gate
 // With dsa_config the indexer selects keys and is trained by its own KL loss: its inputs and targets are detached, so that the LM
 // loss never reaches it and its loss reaches nothing else. In the dense stage attention stays dense and the indexer learns from it.
-// Where a rank has slices of sequences, latents and index keys of all slices are gathered and expanded here, and their gradients summed
-// back; queries, and all else, stay.
-// Where a rank has a part of the heads, it has all rows of them, but indexes only those rows that are its own: their keys are gathered,
-// the target is the mean over the ranks' heads, and the chosen keys go to all.
+// Where a rank has slices of sequences, latents and index keys of all slices are gathered and expanded here, and their gradients
+// summed back; queries, and all else, stay. Where a rank has a part of the heads, it has all rows of them, but indexes only those
+// rows that are its own: their keys are gathered, the target is the mean over the ranks' heads, and the chosen keys go to all.
 #pragma once
 #include <string>
 
@@ -42,8 +41,8 @@ class AttentionMla {
     int wq_b = -1, wk = -1, k_norm = -1, k_norm_bias = -1, weights_proj = -1;
   };
   struct IndexInputs {
-    Tensor q;       // (rows here, J, Hi)
-    ConstTensor k;  // (keys, Hi)
+    Tensor q;        // (rows here, J, Hi)
+    ConstTensor k;   // (keys, Hi)
     Tensor weights;  // (rows here, J) real
   };
   bool sparse(const Config& config) const;

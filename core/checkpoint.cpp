@@ -98,7 +98,8 @@ void read_rows(Trainer& t, int i, const io::Hdf5File& view, const std::string& d
   if (to.count() == 0) return;
   const auto first = t.layout().first_row[std::size_t(i)] + row, column = t.layout().first_column[std::size_t(i)];
   const auto read = [&](Tensor rows) {
-    rows.shape.row() == t.table()[i].shape.row() ? view.read_rows(dataset, first, rows) : view.read_block(dataset, first, column, rows);
+    rows.shape.row() == t.table()[i].shape.row() ? view.read_rows(dataset, first, rows)
+                                                 : view.read_block(dataset, first, column, rows);
   };
   if (t.memory().device() == Device::cpu) return read(to);
   std::vector<std::byte> host(std::size_t(to.bytes()));
@@ -126,8 +127,7 @@ void load_checkpoint(Trainer& t, const std::string& path, bool same_run) {
     const auto view = io::Hdf5File::open(view_path(path));
     for (int i = 0; i < t.table().size(); ++i) {
       const auto rows = t.params().update_rows(i);
-      for (const SavedTensor& p : saved_tensors(t, i, rows))
-        read_rows(t, i, view, p.dataset, rows.begin, p.rows);
+      for (const SavedTensor& p : saved_tensors(t, i, rows)) read_rows(t, i, view, p.dataset, rows.begin, p.rows);
     }
     auto number = [&](const char* name) {
       const auto v = view.integer_attribute(name);

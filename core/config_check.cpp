@@ -194,7 +194,8 @@ void check_cache(Findings& f, const MemoryConfig& m) {
   if (cache.ops.empty()) return;
   for (const std::string& name : cache.ops) {
     const bool known = cache_op(name).has_value() || (name == "auto" && cache.ops.size() == 1);
-    f.require(known, {"memory.cache.ops"}, "'" + name + "': expected auto, or some of linear, grouped_linear, kda, attention, exchange");
+    f.require(known, {"memory.cache.ops"},
+              "'" + name + "': expected auto, or some of linear, grouped_linear, kda, attention, exchange");
   }
   f.require(m.activation_checkpointing == Checkpointing::full, {"memory.cache.ops", "memory.activation_checkpointing"},
             "a cache is for layers that are computed again: it needs activation_checkpointing full");
@@ -204,7 +205,8 @@ void check_cache(Findings& f, const MemoryConfig& m) {
 
 void check_offload(Findings& f, const Config& c) {
   const auto sharding = c.parallel.sharding;
-  f.require(!c.memory.offload.experts || !c.parallel.expert_sharding || sharding == parallel::Sharding::full || sharding == parallel::Sharding::none,
+  f.require(!c.memory.offload.experts || !c.parallel.expert_sharding || sharding == parallel::Sharding::full ||
+                sharding == parallel::Sharding::none,
             {"memory.offload.experts", "parallel.sharding"},
             "experts in host memory need parallel.sharding full or none, or parallel.expert_sharding none");
 }
@@ -231,12 +233,15 @@ void check_tensor_cut(Findings& f, const Config& c) {
   if (any_kda) divided("linear_attn_config.num_heads", m.linear_attn.num_heads);
   reached("vocab_size", m.vocab_size);
   if (any_dense) reached("intermediate_size", m.intermediate_size);
-  if (m.num_experts > 0 && m.num_shared_experts > 0) reached("moe_intermediate_size", m.num_shared_experts * m.moe_intermediate_size);
+  if (m.num_experts > 0 && m.num_shared_experts > 0)
+    reached("moe_intermediate_size", m.num_shared_experts * m.moe_intermediate_size);
   f.require(!m.dsa || c.run.device != DeviceChoice::cuda, {"parallel.tensor_parallel", "model.dsa_config", "run.device"},
-            "tensor_parallel " + text(ranks) + " with dsa_config needs run.device cpu: on a GPU the indexer takes no keys of other ranks");
+            "tensor_parallel " + text(ranks) +
+                " with dsa_config needs run.device cpu: on a GPU the indexer takes no keys of other ranks");
   f.require(c.moe.balance != Balance::auxiliary || c.run.device != DeviceChoice::cuda,
             {"parallel.tensor_parallel", "moe.balance", "run.device"},
-            "tensor_parallel " + text(ranks) + " with balance auxiliary needs run.device cpu: on a GPU the loss takes no counts of other ranks");
+            "tensor_parallel " + text(ranks) +
+                " with balance auxiliary needs run.device cpu: on a GPU the loss takes no counts of other ranks");
 }
 
 void check_paths(Findings& f, const std::vector<std::string>& paths, const std::string& key) {

@@ -22,9 +22,12 @@ Head::Head(const ModelConfig& m, ParamTable& table, int embedding)
       mix_(m.attn_res_block_size ? std::optional<Mix>(Mix(m, table, -1, UnitKind::head, "model.output_attn_res")) : std::nullopt),
       norm_(table.add(
           {.name = "model.norm.weight", .shape = {m.hidden_size}, .init = Init::one, .decay = false, .unit = UnitKind::head})),
-      weight_(m.tie_word_embeddings
-                  ? embedding
-                  : table.add({.name = "lm_head.weight", .shape = {m.vocab_size, m.hidden_size}, .unit = UnitKind::head, .cut = Cut::rows})) {}
+      weight_(
+          m.tie_word_embeddings
+              ? embedding
+              : table.add(
+                    {.name = "lm_head.weight", .shape = {m.vocab_size, m.hidden_size}, .unit = UnitKind::head, .cut = Cut::rows})) {
+}
 
 void Head::forward(Pass& pass, const Bank& bank, ConstTensor p, Kept& k) const {
   k = {};

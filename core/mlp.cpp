@@ -20,7 +20,8 @@ void Mlp::forward(Pass& pass, ConstTensor x_here, Kept& k, Tensor y_here) const 
     project_result(all, gate_, x, k.gate, wide);
     project_result(all, up_, x, k.up, wide);
     k.act = all.keep(wide);
-    ops::glu(all.ctx, ops::GluForward{.kind = act_, .beta = beta_, .linear_beta = linear_beta_, .g = k.gate, .u = k.up, .y = k.act});
+    ops::glu(all.ctx,
+             ops::GluForward{.kind = act_, .beta = beta_, .linear_beta = linear_beta_, .g = k.gate, .u = k.up, .y = k.act});
     if (y.present()) project(all, down_, k.act, y);
   });
 }

@@ -14,7 +14,7 @@ class Mlp {
     Tensor gate, up, act;  // (T, F), of all rows, F of those here
   };
   Mlp(const ModelConfig& model, ParamTable& table, int layer, const std::string& prefix, std::int64_t width);
-  void forward(Pass& pass, ConstTensor x, Kept& kept, Tensor y) const;       // y (T, D) written; absent: only what backward needs
+  void forward(Pass& pass, ConstTensor x, Kept& kept, Tensor y) const;  // y (T, D) written; absent: only what backward needs
   void backward(Pass& pass, const Kept& kept, ConstTensor dy, Tensor dx) const;  // dx (T, D) written
 
  private:

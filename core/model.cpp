@@ -10,7 +10,8 @@
 namespace moetrain::core {
 
 Model::Model(const ModelConfig& m, ParamTable& table, int tensor_ranks) : D_(m.hidden_size), tied_(m.tie_word_embeddings) {
-  embedding_ = table.add({.name = "model.embed_tokens.weight", .shape = {m.vocab_size, D_}, .unit = UnitKind::embedding, .cut = Cut::rows});
+  embedding_ =
+      table.add({.name = "model.embed_tokens.weight", .shape = {m.vocab_size, D_}, .unit = UnitKind::embedding, .cut = Cut::rows});
   for (int l = 0; l < int(m.num_hidden_layers); ++l) {
     blocks_.emplace_back(m, table, l, moe_layers_, tensor_ranks);
     moe_layers_ += blocks_.back().moe() != nullptr;
@@ -88,7 +89,8 @@ ConstTensor Model::words_here(Pass& pass) const {
   const std::int64_t V = pass.table[embedding_].shape[0];
   const auto words = parallel::part_of(V, pass.tensor->rank(), pass.tensor->ranks());
   const Tensor ids = pass.ctx.scratch.take(DType::i32, {pass.slice->T()});
-  ops::local_ids(pass.ctx, ops::LocalIds{.ids = pass.slice->tokens, .first = words.begin, .count = words.count(), .words = V, .y = ids});
+  ops::local_ids(pass.ctx,
+                 ops::LocalIds{.ids = pass.slice->tokens, .first = words.begin, .count = words.count(), .words = V, .y = ids});
   return ids;
 }
 

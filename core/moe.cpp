@@ -131,7 +131,8 @@ void Moe::count(Pass& pass, const Kept& k, ConstTensor chosen, ConstTensor cutof
 
 // Offsets of the groups of tokens here whose load the auxiliary loss takes.
 std::vector<std::int64_t> Moe::balanced_groups(const Pass& pass) const {
-  if (pass.config.moe.auxiliary_scope == AuxiliaryScope::sequence) return {pass.batch->sequences.begin(), pass.batch->sequences.end()};
+  if (pass.config.moe.auxiliary_scope == AuxiliaryScope::sequence)
+    return {pass.batch->sequences.begin(), pass.batch->sequences.end()};
   return {0, pass.T()};
 }
 
@@ -152,17 +153,16 @@ void Moe::balance_losses(Pass& pass, const Kept& k, ConstTensor chosen, Tensor l
     const Tensor shared = shared_counts(pass);
     const ConstTensor counts = shared.present() && !by_sequence ? shared.reshape({E_}) : shared;
     ops::auxiliary_loss(
-        pass.ctx,
-        ops::AuxiliaryLoss{
-            .logits = k.logits,
-            .experts = chosen,
-            .groups = groups,
-            .counts = counts,
-            .scale =
-                moe.auxiliary_coefficient * (by_sequence ? pass.scales.per_sequence : pass.scales.per_token * double(pass.T())),
-            .loss = loss,
-            .dlogits = dlogits,
-            .tokens = by_sequence ? std::span<const std::int64_t>(pass.batch->lengths) : std::span<const std::int64_t>{}});
+        pass.ctx, ops::AuxiliaryLoss{.logits = k.logits,
+                                     .experts = chosen,
+                                     .groups = groups,
+                                     .counts = counts,
+                                     .scale = moe.auxiliary_coefficient *
+                                              (by_sequence ? pass.scales.per_sequence : pass.scales.per_token * double(pass.T())),
+                                     .loss = loss,
+                                     .dlogits = dlogits,
+                                     .tokens = by_sequence ? std::span<const std::int64_t>(pass.batch->lengths)
+                                                           : std::span<const std::int64_t>{}});
   }
   if (moe.z_loss != 0)
     ops::z_loss(pass.ctx,
@@ -201,9 +201,10 @@ void Moe::plan_exchange(Pass& pass, Kept& k) const {
   k.plan = pass.exchange->plan(pass.ctx, pass.kept, balanced, most);
 }
 
-// `spread(rows)` makes the slots' rows, `meanwhile` runs while the first travel. A part leaves while the one before the last that left is
-// worked on: two are on their way at most, and the host is not held up before the first products. What backward finds (core/result_cache.h)
-// neither travels nor is computed: rows that came, the products of w1 and w3, and what w2 made of them, which came back.
+// `spread(rows)` makes the slots' rows, `meanwhile` runs while the first travel. A part leaves while the one before the last that
+// left is worked on: two are on their way at most, and the host is not held up before the first products. What backward finds
+// (core/result_cache.h) neither travels nor is computed: rows that came, the products of w1 and w3, and what w2 made of them, which
+// came back.
 template <class Spread, class Meanwhile>
 void Moe::run_experts(Pass& pass, const Spread& spread, Kept& k, const Meanwhile& meanwhile) const {
   auto& ctx = pass.ctx;

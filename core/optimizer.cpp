@@ -20,7 +20,8 @@ Tensor flat(Tensor t) { return t.present() ? t.reshape({t.count()}) : t; }
 
 }  // namespace
 
-Optimizer::Optimizer(Memory& memory, const Offload& offload, const OptimizerConfig& config, const ParamTable& table, parallel::ShardedParams& params)
+Optimizer::Optimizer(Memory& memory, const Offload& offload, const OptimizerConfig& config, const ParamTable& table,
+                     parallel::ShardedParams& params)
     : config_(config),
       table_(table),
       params_(params),
@@ -38,7 +39,8 @@ Optimizer::Optimizer(Memory& memory, const Offload& offload, const OptimizerConf
     if (t.dtype != real) s.master = PlacedTensor(memory, host_, Category::optimizer, real, shape);
     s.exp_avg = PlacedTensor(memory, host_, Category::optimizer, real, shape);
     s.exp_avg_sq = PlacedTensor(memory, host_, Category::optimizer, real, shape);
-    for (const Tensor m : {s.exp_avg.view(), s.exp_avg_sq.view()}) fill(host_ ? host_->device() : memory.device(), m.data, 0, m.bytes());
+    for (const Tensor m : {s.exp_avg.view(), s.exp_avg_sq.view()})
+      fill(host_ ? host_->device() : memory.device(), m.data, 0, m.bytes());
     for (const PlacedTensor* k : {&s.master, &s.exp_avg, &s.exp_avg_sq}) bytes += k->present() ? aligned(k->view().bytes()) : 0;
   }
   for (std::size_t r = 0; host_ && r < kRooms; ++r)
@@ -114,7 +116,9 @@ void Optimizer::update_in_slices(ops::Context& ctx, ops::AdamW step, const std::
   const std::int64_t room = rooms_[0].view().bytes();
   std::size_t shard = 0;
   std::int64_t done = 0;  // of that shard
-  const auto state_of = [](ops::AdamWShard& s) { return std::array<Tensor*, 3>{s.weight.present() ? &s.master : nullptr, &s.exp_avg, &s.exp_avg_sq}; };
+  const auto state_of = [](ops::AdamWShard& s) {
+    return std::array<Tensor*, 3>{s.weight.present() ? &s.master : nullptr, &s.exp_avg, &s.exp_avg_sq};
+  };
   const auto each_part = [&](Stage& stage, auto&& body) {
     for (std::size_t i = 0; i < stage.there.size(); ++i) {
       const auto there = state_of(stage.there[i]), here = state_of(stage.here[i]);
@@ -129,7 +133,8 @@ void Optimizer::update_in_slices(ops::Context& ctx, ops::AdamW step, const std::
     up_.follow(stage.left);  // what lay in this room is gone
     while (shard < shards.size()) {
       const ops::AdamWShard& all = shards[shard];
-      const std::int64_t size = size_of(all.exp_avg.dtype), element = (all.weight.present() ? 3 : 2) * size, kAligned = kAlignment / size;
+      const std::int64_t size = size_of(all.exp_avg.dtype), element = (all.weight.present() ? 3 : 2) * size,
+                         kAligned = kAlignment / size;
       const std::int64_t left = all.master.count() - done, fits = (room - stage.used) / element / kAligned * kAligned;
       const std::int64_t n = std::min(left, fits);
       if (n == 0 && left > 0) break;

@@ -12,13 +12,15 @@ namespace moetrain::core {
 
 class Optimizer {
  public:
-  // Moments are real and start at 0. A weight stored in bf16 has a real master; any other is its own master. With a host moments and
-  // masters lie there, where tensors of them are then too, and pass through the device of `memory` in slices while they are updated.
+  // Moments are real and start at 0. A weight stored in bf16 has a real master; any other is its own master. With a host moments
+  // and masters lie there, where tensors of them are then too, and pass through the device of `memory` in slices while they are
+  // updated.
   struct Offload {
     Memory* host = nullptr;
     std::int64_t slice_bytes = 0;
   };
-  Optimizer(Memory& memory, const Offload& offload, const OptimizerConfig& config, const ParamTable& table, parallel::ShardedParams& params);
+  Optimizer(Memory& memory, const Offload& offload, const OptimizerConfig& config, const ParamTable& table,
+            parallel::ShardedParams& params);
 
   // Global L2 norm of the gradients, every element of every expert and shard once; the same bits on every rank. Collective.
   double norm(ops::Context& ctx, parallel::Communicator& everyone);

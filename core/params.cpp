@@ -63,7 +63,8 @@ double initial_value(const Param& p, double initializer_range, std::uint64_t see
   return 0;
 }
 
-void initialize_rows(const Param& p, double initializer_range, std::uint64_t seed, parallel::Rows rows, Tensor to, std::int64_t column) {
+void initialize_rows(const Param& p, double initializer_range, std::uint64_t seed, parallel::Rows rows, Tensor to,
+                     std::int64_t column) {
   const std::int64_t whole = p.shape.row(), row = to.shape.row(), n = to.count();
   check(to.shape[0] == rows.count() && column + row <= whole, "initialize_rows: rows do not fit",
         {{"rows", rows.count()}, {"to", to.shape[0]}, {"column", column}, {"width", row}, {"of", whole}});

@@ -30,7 +30,7 @@ struct MicroBatch {
   std::vector<ops::Documents::Piece> pieces;  // what `documents` points to; so is a MicroBatch moved, and never copied
   std::vector<Text> text, gathered_text;      // of its rows, and of those that SequenceSplit gathers
   std::vector<std::int64_t> own_starts, own_sequences;  // what a share's `documents` and `sequences` point to
-  std::unique_ptr<MicroBatch> share;          // this rank's of the rows, where matrices are cut over ranks
+  std::unique_ptr<MicroBatch> share;                    // this rank's of the rows, where matrices are cut over ranks
   MicroBatch() = default;
   MicroBatch(MicroBatch&&) = default;
   MicroBatch& operator=(MicroBatch&&) = default;
@@ -91,7 +91,7 @@ struct Pass {
   RowSums& rows;
   PassMode mode = PassMode::train;
   DType dtype = DType::f32;  // of activations
-  ResultCache* results = nullptr;  // where layers are computed again, and some operators need not be
+  ResultCache* results = nullptr;   // where layers are computed again, and some operators need not be
   std::span<const Text> text = {};  // of the rows that are projected: what dropout is a function of
 
   DType real() const { return real_of(dtype); }

@@ -49,9 +49,9 @@ double attention_core(const Config& c, bool sparse) {
   return 2 * double(m.num_attention_heads) * (scores + values) * keys_per_query(S, sparse ? m.dsa->index_topk : S);
 }
 
-// What distinguishes a rank: the rows it holds of every parameter, the rows of tokens its experts are given, the keys that its slices
-// of sequences see, and its part of cut matrices. All follow from its place along the mesh's axes, where they change at a few places
-// only: between those, ranks are alike.
+// What distinguishes a rank: the rows it holds of every parameter, the rows of tokens its experts are given, the keys that its
+// slices of sequences see, and its part of cut matrices. All follow from its place along the mesh's axes, where they change at a
+// few places only: between those, ranks are alike.
 class Kinds {
  public:
   using Kind = std::array<std::int64_t, 6>;
@@ -59,7 +59,9 @@ class Kinds {
     parallel::Mesh mesh(shape_, parallel::dry(0, shape_.ranks()));
     for (const Layout layout = make_layout(c, table, mesh); const parallel::Unit& unit : layout.units) {
       if (unit.sharding == parallel::Sharding::none) continue;
-      auto& changes = unit.group == mesh.expert_data().data.get() ? of_experts_ : unit.group == mesh.dense().data.get() ? of_dense_ : of_all_;
+      auto& changes = unit.group == mesh.expert_data().data.get() ? of_experts_
+                      : unit.group == mesh.dense().data.get()     ? of_dense_
+                                                                  : of_all_;
       for (const int i : unit.tensors) {
         const std::int64_t rows = layout.tensors[std::size_t(i)].shape[0];
         const std::int64_t full = std::max<std::int64_t>(1, parallel::shard_rows(rows, unit.group->size()));
@@ -87,8 +89,12 @@ class Kinds {
     // Balanced routing gives the slots that E does not divide to the first experts, one each.
     const std::int64_t rows = parallel::shard_of(tokens_, at.tensor, shape_.tensor).count();
     const std::int64_t uneven = experts_ > 0 ? rows * experts_per_token_ % experts_ : 0;
-    return {part(of_dense_, dense), part(of_all_, rank), part(of_experts_, experts),
-            std::clamp<std::int64_t>(uneven - at.expert * local_experts_, 0, local_experts_), at.sequence, at.tensor};
+    return {part(of_dense_, dense),
+            part(of_all_, rank),
+            part(of_experts_, experts),
+            std::clamp<std::int64_t>(uneven - at.expert * local_experts_, 0, local_experts_),
+            at.sequence,
+            at.tensor};
   }
 
  private:

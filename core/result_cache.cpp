@@ -47,7 +47,8 @@ void choose(std::vector<Candidate>& candidates, const CacheBudget& budget, doubl
     if (c.bytes <= device) {
       c.tier = Tier::device;
       device -= c.bytes;
-    } else if (c.bytes <= host && (budget.forced || (travels < c.seconds && link_seconds[std::size_t(c.layer)] + travels <= layer_seconds))) {
+    } else if (c.bytes <= host &&
+               (budget.forced || (travels < c.seconds && link_seconds[std::size_t(c.layer)] + travels <= layer_seconds))) {
       c.tier = Tier::host;
       host -= c.bytes;
       link_seconds[std::size_t(c.layer)] += travels;
@@ -116,12 +117,14 @@ std::chrono::steady_clock::time_point ResultCache::now() {
 int ResultCache::next(ResultOp op) {
   auto& numbers = by_layer_[std::size_t(layer_)];
   if (met_ == numbers.size()) {
-    check(!again_, "result cache: a layer has more operators when it is computed again", {{"layer", layer_}, {"operators", std::int64_t(met_)}});
+    check(!again_, "result cache: a layer has more operators when it is computed again",
+          {{"layer", layer_}, {"operators", std::int64_t(met_)}});
     numbers.push_back(int(known_.size()));
     known_.push_back({{.layer = layer_, .op = op, .tier = budget_.all ? Tier::device : Tier::none}});
   }
   const int number = numbers[met_++];
-  check(known(number).op == op, "result cache: the operators of a layer come in another order", {{"layer", layer_}, {"number", number}});
+  check(known(number).op == op, "result cache: the operators of a layer come in another order",
+        {{"layer", layer_}, {"number", number}});
   return number;
 }
 
@@ -130,8 +133,7 @@ bool ResultCache::next_is_here() const {
   return again_ && met_ < numbers.size() && tiers_.holds(numbers[met_] * kOutputs);
 }
 
-ResultCache::Result::Result(ResultCache* cache, Stack& kept, ResultOp op, std::span<const Output> outputs)
-    : cache_(cache) {
+ResultCache::Result::Result(ResultCache* cache, Stack& kept, ResultOp op, std::span<const Output> outputs) : cache_(cache) {
   check(int(outputs.size()) <= kOutputs, "result cache: too many outputs", {{"outputs", std::int64_t(outputs.size())}});
   Tier tier = Tier::none;
   if (cache_) {
@@ -143,7 +145,8 @@ ResultCache::Result::Result(ResultCache* cache, Stack& kept, ResultOp op, std::s
       known.bytes = std::max(known.bytes, bytes);
       known.outputs = int(outputs.size());
       tier = known.tier;
-      const bool fits = cache_->budget_.all || has_collective(op) || cache_->device_.now(Category::cache) + bytes <= cache_->budget_.device_bytes;
+      const bool fits =
+          cache_->budget_.all || has_collective(op) || cache_->device_.now(Category::cache) + bytes <= cache_->budget_.device_bytes;
       if (tier == Tier::device && !fits) tier = Tier::none;
     } else if (cache_->tiers_.holds(number_ * kOutputs)) {
       missing_ = false;

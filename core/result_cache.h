@@ -1,14 +1,14 @@
-// result_cache.h -- results of costly operators that backward finds instead of computing a layer again: kept on the device, in host memory,
-// or not, by benefit a byte.
+// result_cache.h -- results of costly operators that backward finds instead of computing a layer again: kept on the device, in host
+// memory, or not, by benefit a byte.
 //
-// Where layers are computed again in backward, each operator that is worth it takes its outputs here. The first forward computes them,
-// and lays those aside that were chosen; when the layer is computed again, they are there, to the bit what computing would give. An
-// operator is known by its layer and its number within it, which are the same in both.
+// Where layers are computed again in backward, each operator that is worth it takes its outputs here. The first forward computes
+// them, and lays those aside that were chosen; when the layer is computed again, they are there, to the bit what computing would
+// give. An operator is known by its layer and its number within it, which are the same in both.
 //
-// Who is chosen is decided once, after a step in which everything was computed again and timed: by seconds saved a byte, largest first,
-// as far as the room on the device goes, then in host memory, as far as that goes and its link has time in the layers' own time.
-// Times and bytes are the largest of any rank, so that all ranks decide alike; what has a collective in it must be had by all or none.
-// A result that has grown past the room on the device since is computed again, but for those with a collective.
+// Who is chosen is decided once, after a step in which everything was computed again and timed: by seconds saved a byte, largest
+// first, as far as the room on the device goes, then in host memory, as far as that goes and its link has time in the layers' own
+// time. Times and bytes are the largest of any rank, so that all ranks decide alike; what has a collective in it must be had by all
+// or none. A result that has grown past the room on the device since is computed again, but for those with a collective.
 #pragma once
 #include <chrono>
 #include <cstdint>
@@ -78,7 +78,7 @@ class ResultCache {
     struct Copied {
       Tensor room, from;
     };
-    ResultCache* cache_;  // null: nothing is laid aside
+    ResultCache* cache_;          // null: nothing is laid aside
     std::vector<Copied> copies_;  // of outputs that were there, to where they are laid aside
     int number_ = 0;
     bool missing_ = true, timed_ = false;
@@ -92,10 +92,11 @@ class ResultCache {
   void drop(int layer);       // after its backward
   bool next_is_here() const;  // the result of the operator that comes next
   bool decided() const { return decided_; }
-  void decide(parallel::Communicator& control, double bytes_per_second);  // collective; after a step. Of the link to the host, one way
-  void assume();                                                         // of a dry run: as much as there is room for
+  void decide(parallel::Communicator& control,
+              double bytes_per_second);  // collective; after a step. Of the link to the host, one way
+  void assume();                         // of a dry run: as much as there is room for
   std::vector<Candidate> candidates() const;
-  struct Figures {  // of a rank, since they were last taken
+  struct Figures {                    // of a rank, since they were last taken
     std::int64_t hits = 0, late = 0;  // results found; tensors waited for
     double saved_seconds = 0;         // that computing them took when it was timed
   };

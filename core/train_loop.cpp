@@ -207,14 +207,16 @@ class Run {
                    trainer_.progress().step);
     for (const auto& remark : remarks_) spdlog::warn("{}", remark);
     const auto counts = count_parameters(config_);
-    const auto axis = [](const char* name, int ranks) { return ranks > 1 ? std::string(" x ") + name + " " + std::to_string(ranks) : ""; };
+    const auto axis = [](const char* name, int ranks) {
+      return ranks > 1 ? std::string(" x ") + name + " " + std::to_string(ranks) : "";
+    };
     spdlog::info(
         "{}: {} parameters, {} active a token; {} ranks: data {} x expert {}{}{}; {} sequences of {} tokens a step; {} windows of "
         "training data",
         config_.run.name, counts.total, counts.active_per_token, control_.size(), config_.parallel.data_parallel,
-        config_.parallel.expert_parallel,
-        axis("sequence", config_.parallel.sequence_parallel), axis("tensor", config_.parallel.tensor_parallel),
-        config_.sequences_per_step(), config_.data.sequence_length, train_->windows());
+        config_.parallel.expert_parallel, axis("sequence", config_.parallel.sequence_parallel),
+        axis("tensor", config_.parallel.tensor_parallel), config_.sequences_per_step(), config_.data.sequence_length,
+        train_->windows());
   }
 
   void one_step() {
@@ -268,8 +270,11 @@ class Run {
       std::int64_t cache_host_bytes;
     };
     ResultCache* results = trainer_.results();
-    const Measured mine{trainer_.memory().peak(), host_peak_bytes(), m.exposed_comm_seconds,
-                        control_.journal() ? control_.journal()->balance() : 0, results ? results->take_figures() : ResultCache::Figures{},
+    const Measured mine{trainer_.memory().peak(),
+                        host_peak_bytes(),
+                        m.exposed_comm_seconds,
+                        control_.journal() ? control_.journal()->balance() : 0,
+                        results ? results->take_figures() : ResultCache::Figures{},
                         results ? results->host_bytes() : 0};
     std::vector<Measured> all(std::size_t(control_.size()));
     const parallel::Communicator::Gather piece{&mine, all.data(), sizeof mine};

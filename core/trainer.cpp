@@ -45,9 +45,13 @@ Trainer::Trainer(const Config& config, std::unique_ptr<parallel::Communicator> w
 void Trainer::allocate(bool poison) {
   choose_trained(config_, table_);
   layout_ = make_layout(config_, table_, mesh_);
-  params_ = std::make_unique<parallel::ShardedParams>(memory_, layout_.tensors, layout_.units,
-                                                      parallel::ShardedParams::Options{config_.parallel.reshard_after_use, config_.parallel.bucket_size.bytes, poison, &host_memory_});
-  optimizer_ = std::make_unique<Optimizer>(memory_, Optimizer::Offload{config_.memory.offload.optimizer ? &host_memory_ : nullptr, config_.memory.offload.slice.bytes}, config_.optimizer, table_, *params_);
+  params_ = std::make_unique<parallel::ShardedParams>(
+      memory_, layout_.tensors, layout_.units,
+      parallel::ShardedParams::Options{config_.parallel.reshard_after_use, config_.parallel.bucket_size.bytes, poison,
+                                       &host_memory_});
+  optimizer_ = std::make_unique<Optimizer>(
+      memory_, Optimizer::Offload{config_.memory.offload.optimizer ? &host_memory_ : nullptr, config_.memory.offload.slice.bytes},
+      config_.optimizer, table_, *params_);
   const std::int64_t layers = model_.moe_layers(), E = config_.model.num_experts;
   if (layers > 0)
     exchange_ = std::make_unique<parallel::ExpertExchange>(*mesh_.expert().data, *mesh_.expert().control, E, config_.moe.overlap_chunks);

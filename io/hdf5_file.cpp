@@ -178,7 +178,9 @@ void Hdf5File::write_rows(const std::string& name, std::int64_t row_begin, Const
   transfer(name, {Part::Of::rows, row_begin}, rows.shape, rows.dtype, nullptr, rows.data);
 }
 
-void Hdf5File::read(const std::string& name, Tensor all) const { transfer(name, {Part::Of::all}, all.shape, all.dtype, all.data, nullptr); }
+void Hdf5File::read(const std::string& name, Tensor all) const {
+  transfer(name, {Part::Of::all}, all.shape, all.dtype, all.data, nullptr);
+}
 
 void Hdf5File::read_rows(const std::string& name, std::int64_t row_begin, Tensor rows) const {
   const InHdf5 turn;
@@ -191,7 +193,8 @@ void Hdf5File::read_block(const std::string& name, std::int64_t row_begin, std::
 }
 
 // Rows in either direction: into `to` if it is there, else out of `from`.
-void Hdf5File::transfer(const std::string& name, const Part& part, const Shape& rows, DType dtype, void* to, const void* from) const {
+void Hdf5File::transfer(const std::string& name, const Part& part, const Shape& rows, DType dtype, void* to,
+                        const void* from) const {
   const InHdf5 turn;
   const Id dataset = own(H5Dopen2(file_.get(), name.c_str(), H5P_DEFAULT), path_, "open " + name);
   const Id stored = own(H5Dget_type(dataset.get()), path_, "ask for the type of " + name);
@@ -203,7 +206,8 @@ void Hdf5File::transfer(const std::string& name, const Part& part, const Shape& 
   const Shape shape = shape_of(all);
   const bool whole = part.of == Part::Of::all, columns = part.of == Part::Of::columns;
   const std::int64_t row_begin = part.row_begin;
-  bool fits = whole ? shape == rows : shape.rank() > 0 && shape.rank() == rows.rank() && (columns || shape.with_dim0(rows[0]) == rows);
+  bool fits =
+      whole ? shape == rows : shape.rank() > 0 && shape.rank() == rows.rank() && (columns || shape.with_dim0(rows[0]) == rows);
   fits = fits && (whole || (row_begin >= 0 && row_begin + rows[0] <= shape[0]));
   fits = fits && (!columns || (rows.rank() == 2 && part.column_begin >= 0 && part.column_begin + rows[1] <= shape[1]));
   if (!fits)

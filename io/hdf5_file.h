@@ -22,8 +22,9 @@ struct DatasetInfo {
   bool integers = false;  // of any width and sign
 };
 
-// Rows [row_begin, row_begin + rows) of a virtual data set, or of those the columns [column_begin, column_begin + columns), are the whole
-// of `dataset` in `file`, a path relative to the folder of the file that holds the virtual one. Columns are those of dim 1, of two.
+// Rows [row_begin, row_begin + rows) of a virtual data set, or of those the columns [column_begin, column_begin + columns), are the
+// whole of `dataset` in `file`, a path relative to the folder of the file that holds the virtual one. Columns are those of dim 1,
+// of two.
 struct VirtualSource {
   std::string file;
   std::string dataset;

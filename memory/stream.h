@@ -60,8 +60,8 @@ class Link {
 using Pinned = Handle<void*, release_pinned>;
 Pinned pinned(std::int64_t bytes);  // host memory that the device copies from and to by itself
 
-// Large blocks between pinned memory and the device, on a stream of its own: neither the host nor the default stream stands still. A
-// copy begins once the default stream has done its work so far, and has done when `done` is reached.
+// Large blocks between pinned memory and the device, on a stream of its own: neither the host nor the default stream stands still.
+// A copy begins once the default stream has done its work so far, and has done when `done` is reached.
 class Ferry {
  public:
   void copy(void* to, const void* from, std::int64_t bytes, Event& done);

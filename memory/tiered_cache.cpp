@@ -39,7 +39,11 @@ Tensor TieredCache::put(int key, Tier tier, DType dtype, Shape shape) {
     rooms_.resize(std::size_t(key) + 1);
   }
   Entry& e = entries_[std::size_t(key)];
-  e = {.stage = Stage::written, .tier = tier, .device = OwnedTensor(device_, Category::cache, dtype, shape), .dtype = dtype, .shape = shape};
+  e = {.stage = Stage::written,
+       .tier = tier,
+       .device = OwnedTensor(device_, Category::cache, dtype, shape),
+       .dtype = dtype,
+       .shape = shape};
   if (tier == Tier::host) leaving_.push_back(key);
   return e.device.view();
 }
@@ -67,7 +71,8 @@ void TieredCache::leave(int key) {
   counts_.bytes_down += from.bytes();
   if (const std::int64_t had = to.memory.bytes(); had < from.bytes()) {  // it grows, by shares
     to.memory = {};
-    to.memory = HostBuffer(host_, device_.device(), Category::cache, had == 0 ? from.bytes() : std::max(from.bytes(), had + had / 8));
+    to.memory =
+        HostBuffer(host_, device_.device(), Category::cache, had == 0 ? from.bytes() : std::max(from.bytes(), had + had / 8));
   }
   transfer_.copy(to.memory.data(), from.data, from.bytes(), to.done);
 }

@@ -1,14 +1,14 @@
-// tiered_cache.h -- tensors set aside between their making and a later use: on the device, or in host memory with the way there and back
-// travelling beside other work.
+// tiered_cache.h -- tensors set aside between their making and a later use: on the device, or in host memory with the way there and
+// back travelling beside other work.
 //
 //   tier     put()               demoted                                prefetch()                 recall()      drop()
 //   device   room on the device  -                                      -                          the same      room given back
 //   host     room on the device  leaves once written; the room goes     room on the device, and    waits for it  room given back
 //                                at the second step() after             the way back begins
 //
-// What put() gives is written by work that is queued before the next step(). A tensor that is not prefetched is when it is recalled, and
-// counts as late, as does one that has not arrived by then where that can be seen. Host rooms are pinned on CUDA and kept for the next
-// tensor of their key. On Device::dry everything is counted and nothing moves.
+// What put() gives is written by work that is queued before the next step(). A tensor that is not prefetched is when it is
+// recalled, and counts as late, as does one that has not arrived by then where that can be seen. Host rooms are pinned on CUDA and
+// kept for the next tensor of their key. On Device::dry everything is counted and nothing moves.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -37,7 +37,9 @@ class TieredCache {
   void prefetch(int key);
   Tensor recall(int key);
   void drop(int key);
-  bool holds(int key) const { return key >= 0 && std::size_t(key) < entries_.size() && entries_[std::size_t(key)].stage != Stage::empty; }
+  bool holds(int key) const {
+    return key >= 0 && std::size_t(key) < entries_.size() && entries_[std::size_t(key)].stage != Stage::empty;
+  }
 
   struct Counts {
     std::int64_t recalled = 0, late = 0;

@@ -13,7 +13,11 @@ HostBuffer::HostBuffer(Memory& host, Device device, Category category, std::int6
   host.add(category, bytes);
 }
 HostBuffer::HostBuffer(HostBuffer&& o) noexcept
-    : host_(std::exchange(o.host_, nullptr)), category_(o.category_), plain_(std::move(o.plain_)), pinned_(std::move(o.pinned_)), bytes_(std::exchange(o.bytes_, 0)) {}
+    : host_(std::exchange(o.host_, nullptr)),
+      category_(o.category_),
+      plain_(std::move(o.plain_)),
+      pinned_(std::move(o.pinned_)),
+      bytes_(std::exchange(o.bytes_, 0)) {}
 HostBuffer& HostBuffer::operator=(HostBuffer&& o) noexcept {
   HostBuffer dying(std::move(o));
   std::swap(host_, dying.host_);

@@ -26,7 +26,8 @@ class HostBuffer {
   std::int64_t bytes_ = 0;
 };
 
-// A tensor of its own on a device, or in host memory that the device reaches: its operators may work on it there, at the speed of the link.
+// A tensor of its own on a device, or in host memory that the device reaches: its operators may work on it there, at the speed of
+// the link.
 class PlacedTensor {
  public:
   PlacedTensor() = default;
@@ -41,8 +42,8 @@ class PlacedTensor {
   Tensor view_;
 };
 
-// Copies in one direction, one after another, on a stream of their own; on the CPU at once. A copy begins when the default stream has done
-// what was queued before it.
+// Copies in one direction, one after another, on a stream of their own; on the CPU at once. A copy begins when the default stream
+// has done what was queued before it.
 class Transfer {
  public:
   class Mark {  // the end of a copy
@@ -52,8 +53,8 @@ class Transfer {
   };
   explicit Transfer(Device device) : device_(device) {}
   void copy(void* to, const void* from, std::int64_t bytes, Mark& done);
-  void wait(const Mark& mark) const;   // work of the default stream from now on comes after it; the host does not wait
-  void follow(const Mark& mark);       // so do copies from here from now on
+  void wait(const Mark& mark) const;  // work of the default stream from now on comes after it; the host does not wait
+  void follow(const Mark& mark);      // so do copies from here from now on
 
  private:
   Device device_;

@@ -5,7 +5,8 @@
 //   r(t,i)   32 of the bits of philox(seed, stream, n / 4), the (n mod 4)-th word, n = (first_token + t) width + column + i
 //                                                                                                                   ops/random.h
 //
-// Its own adjoint: dx is y for x = dy. y may be x. Rounded once. Repeatable, however tokens and columns are cut over ranks and micro-batches.
+// Its own adjoint: dx is y for x = dy. y may be x. Rounded once. Repeatable, however tokens and columns are cut over ranks and
+// micro-batches.
 #pragma once
 #include "ops/context.h"
 

@@ -1,11 +1,12 @@
-// vocabulary.h -- a vocabulary that ranks have each a part of: which ids are words of this part, and the statistics of the loss over all
-// parts from those over each (ops/cross_entropy.h).
+// vocabulary.h -- a vocabulary that ranks have each a part of: which ids are words of this part, and the statistics of the loss
+// over all parts from those over each (ops/cross_entropy.h).
 //
 //   LocalIds    y[t] = ids[t] - first where that is in [0, count); kIgnored where ids[t] is; else kElsewhere
-//   MergeSums   top[t] = max_r top_r[t]     sum[t] = sum_r sum_r[t] exp(top_r[t] - top[t])     label_logit[t] = sum_r label_logit_r[t]
+//   MergeSums   top[t] = max_r top_r[t]     sum[t] = sum_r sum_r[t] exp(top_r[t] - top[t])     label_logit[t] = sum_r
+//   label_logit_r[t]
 //
-// Sums over parts are in their order, in f64 on the CPU and f32 on CUDA. Repeatable. An id outside [0, words) that is not kIgnored is an
-// error; on CUDA ids are not looked at, since those of a batch are checked as they are read.
+// Sums over parts are in their order, in f64 on the CPU and f32 on CUDA. Repeatable. An id outside [0, words) that is not kIgnored
+// is an error; on CUDA ids are not looked at, since those of a batch are checked as they are read.
 #pragma once
 #include <limits>
 

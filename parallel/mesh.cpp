@@ -56,7 +56,9 @@ Mesh::Mesh(MeshShape shape, std::unique_ptr<Communicator> world, Device device) 
   const auto share_sequences = [&](const Coordinates& c) { return c.data == me.data && c.expert == me.expert && c.tensor == me.tensor; };
   sequence_ = axis_of("sequence", data, control, members(shape, share_sequences), Communicator::Lane::exchange);
   if (shape.tensor == 1) return;
-  const auto share_slices = [&](const Coordinates& c) { return c.data == me.data && c.expert == me.expert && c.sequence == me.sequence; };
+  const auto share_slices = [&](const Coordinates& c) {
+    return c.data == me.data && c.expert == me.expert && c.sequence == me.sequence;
+  };
   tensor_ = axis_of("tensor", data, control, members(shape, share_slices), Communicator::Lane::tensor);
   uncut_ = axis_of("uncut", data, control, members(shape, [](const Coordinates&) { return true; }));
   if (shape.sequence == 1) return;

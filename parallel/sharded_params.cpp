@@ -50,7 +50,8 @@ ShardedParams::ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors,
     const Unit& its = units_[std::size_t(own.unit)];
     check(!its.in_host || (options_.host && (sharding == Sharding::none || sharding == Sharding::full)),
           "sharded params: a unit in host memory is whole or sharded fully", {{"unit", own.unit}});
-    own.weight = PlacedTensor(memory_, its.in_host ? options_.host : nullptr, Category::weights, tensor.dtype, sharding == Sharding::full ? shard : whole);
+    own.weight = PlacedTensor(memory_, its.in_host ? options_.host : nullptr, Category::weights, tensor.dtype,
+                              sharding == Sharding::full ? shard : whole);
     if (!tensor.trainable) continue;
     const bool in_shards = scatters_each_micro_batch(units_[std::size_t(own.unit)]);
     (in_shards ? own.gradient_shard : own.gradient) =
@@ -115,9 +116,11 @@ void ShardedParams::fetch(int u) {
   for (const int t : it.tensors) {
     auto& own = storage_[std::size_t(t)];
     const bool sharded = sharding_of(it) == Sharding::full;
-    own.gathered = OwnedTensor(memory_, Category::weights, tensors_[std::size_t(t)].dtype, sharded ? padded_shape(t) : tensors_[std::size_t(t)].shape);
+    own.gathered = OwnedTensor(memory_, Category::weights, tensors_[std::size_t(t)].dtype,
+                               sharded ? padded_shape(t) : tensors_[std::size_t(t)].shape);
     const Tensor from = own.weight.view();
-    from_host_.copy(offset_by(own.gathered.view(), sharded ? it.group->rank() * from.shape[0] : 0), from.data, from.bytes(), came_[std::size_t(u)]);
+    from_host_.copy(offset_by(own.gathered.view(), sharded ? it.group->rank() * from.shape[0] : 0), from.data, from.bytes(),
+                    came_[std::size_t(u)]);
   }
 }
 
@@ -267,7 +270,7 @@ void ShardedParams::finish_gradients() {
     for (const int t : it.tensors)
       if (tensors_[std::size_t(t)].trainable)
         sums.sums.emplace_back(memory_, Category::gradients, real_of(tensors_[std::size_t(t)].dtype),
-                          tensors_[std::size_t(t)].shape.with_dim0(padded_shard_rows(t)));
+                               tensors_[std::size_t(t)].shape.with_dim0(padded_shard_rows(t)));
     if (begin_scatter(sums)) it.group->end();
     std::size_t i = 0;
     for (const int t : it.tensors) {

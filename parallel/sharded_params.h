@@ -45,9 +45,9 @@ struct Unit {
 
 class ShardedParams {
  public:
-  // Takes the memory that lives across steps (Category::weights, gradients). Weights are uninitialised. poison: what a gradient holds
-  // before its first write is NaN, so that a reader of it is caught. bucket_bytes: gradients of units of one group wait for each other
-  // until they are that many together, and leave as one message.
+  // Takes the memory that lives across steps (Category::weights, gradients). Weights are uninitialised. poison: what a gradient
+  // holds before its first write is NaN, so that a reader of it is caught. bucket_bytes: gradients of units of one group wait for
+  // each other until they are that many together, and leave as one message.
   struct Options {
     bool reshard_after_use = true;
     std::int64_t bucket_bytes = 0;

@@ -8,7 +8,9 @@ namespace moetrain::parallel {
 namespace {
 
 // `all` as take() made it: its rows and the room behind.
-Tensor with_room(Tensor all, int ranks) { return {all.data, all.dtype, all.shape.with_dim0(shard_rows(all.shape[0], ranks) * ranks)}; }
+Tensor with_room(Tensor all, int ranks) {
+  return {all.data, all.dtype, all.shape.with_dim0(shard_rows(all.shape[0], ranks) * ranks)};
+}
 
 }  // namespace
 
@@ -18,7 +20,8 @@ Tensor TensorSplit::take(Stack& stack, DType dtype, Shape shape) const {
 
 void TensorSplit::gather(ops::Context& ctx, ConstTensor mine, Tensor all) const {
   const std::int64_t T = all.shape[0], share = shard_rows(T, ranks());
-  check(mine.shape == all.shape.with_dim0(rows(T).count()) && mine.dtype == all.dtype, "tensor split: the rows here are not this rank's of all",
+  check(mine.shape == all.shape.with_dim0(rows(T).count()) && mine.dtype == all.dtype,
+        "tensor split: the rows here are not this rank's of all",
         {{"rows", mine.shape[0]}, {"all", T}, {"rank", rank()}, {"ranks", ranks()}});
   const Tensor room = with_room(all, ranks()), place = room.rows(rank() * share, (rank() + 1) * share);
   copy_to_device(ctx.device(), place.data, mine.data, mine.bytes());
@@ -45,7 +48,8 @@ void TensorSplit::sum(ops::Context& ctx, ConstTensor all, Tensor mine) const {
 }
 
 void TensorSplit::gather_values(ConstTensor mine, Tensor all) const {
-  check(all.bytes() == ranks() * mine.bytes(), "tensor split: what is gathered does not fit", {{"mine", mine.bytes()}, {"all", all.bytes()}});
+  check(all.bytes() == ranks() * mine.bytes(), "tensor split: what is gathered does not fit",
+        {{"mine", mine.bytes()}, {"all", all.bytes()}});
   const Communicator::Gather piece{mine.data, all.data, mine.bytes()};
   group_.all_gather({&piece, 1});
 }

@@ -1,5 +1,5 @@
-// tensor_split.h -- tokens shared out over ranks that cut matrices between them: all rows gathered for a matrix whose outputs are cut,
-// and what a matrix whose inputs are cut adds on each rank summed back into the rows that are here.
+// tensor_split.h -- tokens shared out over ranks that cut matrices between them: all rows gathered for a matrix whose outputs are
+// cut, and what a matrix whose inputs are cut adds on each rank summed back into the rows that are here.
 //
 // Of T rows rank r has [r c, min(T, (r+1) c)), c = ceil(T / ranks), as parallel/shard.h says.
 #pragma once

@@ -143,8 +143,7 @@ void check_labels(const CrossEntropy& a) {
   const auto* labels = a.labels.as<std::int32_t>();
   for (std::int64_t t = 0; t < a.labels.count(); ++t)
     check((labels[t] >= 0 && labels[t] < V) || labels[t] == kIgnored || (labels[t] == kElsewhere && a.merge),
-          "cross_entropy: label is not in the vocabulary",
-          {{"position", t}, {"label", labels[t]}, {"V", V}});
+          "cross_entropy: label is not in the vocabulary", {{"position", t}, {"label", labels[t]}, {"V", V}});
 }
 
 }  // namespace

@@ -12,7 +12,8 @@ namespace {
 void check_ids(ConstTensor ids, std::int64_t V) {
   const auto* id = ids.as<std::int32_t>();
   for (std::int64_t t = 0; t < ids.count(); ++t)
-    check((0 <= id[t] && id[t] < V) || id[t] == kElsewhere, "embedding: an id is outside the table", {{"t", t}, {"id", id[t]}, {"V", V}});
+    check((0 <= id[t] && id[t] < V) || id[t] == kElsewhere, "embedding: an id is outside the table",
+          {{"t", t}, {"id", id[t]}, {"V", V}});
 }
 
 template <class T>
@@ -46,7 +47,8 @@ void cpu::embedding(Context&, const EmbeddingForward& a) {
   auto* y = static_cast<std::byte*>(a.y.data);
 #pragma omp parallel for if (a.y.count() > kWorthThreads)
   for (std::int64_t t = 0; t < T; ++t)
-    id[t] == kElsewhere ? std::memset(y + t * row, 0, std::size_t(row)) : std::memcpy(y + t * row, table + id[t] * row, std::size_t(row));
+    id[t] == kElsewhere ? std::memset(y + t * row, 0, std::size_t(row))
+                        : std::memcpy(y + t * row, table + id[t] * row, std::size_t(row));
 }
 
 void cpu::embedding(Context&, const EmbeddingBackward& a) {

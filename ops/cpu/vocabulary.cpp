@@ -41,8 +41,6 @@ void cpu::local_ids(Context&, const LocalIds& a) {
   }
 }
 
-void cpu::merge_sums(Context&, const MergeSums& a) {
-  a.parts.dtype == DType::f64 ? merge<double>(a) : merge<float>(a);
-}
+void cpu::merge_sums(Context&, const MergeSums& a) { a.parts.dtype == DType::f64 ? merge<double>(a) : merge<float>(a); }
 
 }  // namespace moetrain::ops

@@ -49,7 +49,8 @@ constexpr std::int64_t kAll = std::int64_t(1) << 40;
 
 }  // namespace
 
-TEST_CASE("results are chosen by seconds a byte: on the device as far as they fit, then on the host as far as its link has time", "[core][cpu]") {
+TEST_CASE("results are chosen by seconds a byte: on the device as far as they fit, then on the host as far as its link has time",
+          "[core][cpu]") {
   using enum Tier;
   const std::vector<Candidate> all{{.layer = 0, .op = ResultOp::linear, .bytes = 100, .seconds = 1},           // worth 0.01
                                    {.layer = 0, .op = ResultOp::attention, .bytes = 50, .seconds = 5},         // 0.1
@@ -57,15 +58,18 @@ TEST_CASE("results are chosen by seconds a byte: on the device as far as they fi
                                    {.layer = 1, .op = ResultOp::grouped_linear, .bytes = 200, .seconds = 10},  // 0.05
                                    {.layer = 1, .op = ResultOp::exchange, .bytes = 0, .seconds = 3},
                                    {.layer = 1, .op = ResultOp::linear, .bytes = 10, .seconds = 0}};
-  CacheBudget b{.ops = {ResultOp::linear, ResultOp::grouped_linear, ResultOp::kda, ResultOp::attention, ResultOp::exchange}, .device_bytes = 160};
+  CacheBudget b{.ops = {ResultOp::linear, ResultOp::grouped_linear, ResultOp::kda, ResultOp::attention, ResultOp::exchange},
+                .device_bytes = 160};
   CHECK(tiers_of(all, b, 1, 0) == std::vector<Tier>{none, device, device, none, none, none});
   b.device_bytes = 250;  // what does not fit lets smaller ones by
   CHECK(tiers_of(all, b, 1, 0) == std::vector<Tier>{device, device, device, none, none, none});
   b.device_bytes = 0;
   b.host_bytes = kAll;
-  CHECK(tiers_of(all, b, 100, 1.5) == std::vector<Tier>{none, host, host, none, none, none});  // 2 s of link for the large one in layer 1
-  CHECK(tiers_of(all, b, 100, 3.0) == std::vector<Tier>{none, host, host, host, none, none});  // the first saves no more than it costs
-  CHECK(tiers_of(all, b, 20, 100) == std::vector<Tier>{none, host, host, none, none, none});   // 10 s of link for 10 s saved
+  CHECK(tiers_of(all, b, 100, 1.5) ==
+        std::vector<Tier>{none, host, host, none, none, none});  // 2 s of link for the large one in layer 1
+  CHECK(tiers_of(all, b, 100, 3.0) ==
+        std::vector<Tier>{none, host, host, host, none, none});  // the first saves no more than it costs
+  CHECK(tiers_of(all, b, 20, 100) == std::vector<Tier>{none, host, host, none, none, none});  // 10 s of link for 10 s saved
   b.forced = true;
   CHECK(tiers_of(all, b, 1, 0) == std::vector<Tier>{host, host, host, host, none, none});
   b.host_bytes = 150;
@@ -92,7 +96,8 @@ TEST_CASE("what is found instead of computed changes no bit: any tier, any opera
   CHECK(selective.chosen[int(Tier::none)] == 0);
 
   const std::vector<std::string> all{"linear", "grouped_linear", "kda", "attention", "exchange"};
-  const Curve device = run(c, Checkpointing::full, all, kAll), host = run(c, Checkpointing::full, all, 0, kAll), automatic = run(c, Checkpointing::full, {"auto"}, kAll);
+  const Curve device = run(c, Checkpointing::full, all, kAll), host = run(c, Checkpointing::full, all, 0, kAll),
+              automatic = run(c, Checkpointing::full, {"auto"}, kAll);
   for (const Curve* curve : {&device, &host, &automatic}) {
     same(*curve);
     CHECK(curve->chosen[int(Tier::none)] == 0);
@@ -120,12 +125,14 @@ TEST_CASE("what is found instead of computed changes no bit: any tier, any opera
 TEST_CASE("the indexer's dense stage, adapters and frozen layers are found as they are computed", "[core][cpu]") {
   Config dense = tiny_config(), adapters = tiny_config(), frozen = tiny_config();
   dense.loss.indexer_stage = IndexerStage::dense;
-  adapters.lora = LoraConfig{.rank = 3, .alpha = 6, .shared_a = true, .target = {"attention", "shared", "expert_proj", "latent", "head"}};
+  adapters.lora =
+      LoraConfig{.rank = 3, .alpha = 6, .shared_a = true, .target = {"attention", "shared", "expert_proj", "latent", "head"}};
   frozen.training.trainable = {"model.layers.3.*", "lm_head.weight"};
   for (Config c : {dense, adapters, frozen}) {
     c.run.dtype = DType::f64;
     const Curve again = run(c, Checkpointing::full);
-    for (const Curve& curve : {run(c, Checkpointing::selective), run(c, Checkpointing::full, {"auto"}, 30000, kAll), run(c, Checkpointing::full, {"linear", "exchange"}, 0, kAll)}) {
+    for (const Curve& curve : {run(c, Checkpointing::selective), run(c, Checkpointing::full, {"auto"}, 30000, kAll),
+                               run(c, Checkpointing::full, {"linear", "exchange"}, 0, kAll)}) {
       CHECK(curve.losses == again.losses);
       CHECK(curve.norms == again.norms);
       CHECK(curve.figures.hits > 0);

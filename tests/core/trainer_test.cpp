@@ -1,6 +1,5 @@
 // trainer_test.cpp -- what a step does at its edges: no labels, non-finite gradients, clipping, evaluation, balance, bf16,
 // schedules.
-#include "core/plan.h"
 #include "core/trainer.h"
 
 #include <cmath>
@@ -8,6 +7,7 @@
 #include <limits>
 
 #include "core/monitor.h"
+#include "core/plan.h"
 #include "core/schedule.h"
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
@@ -332,7 +332,8 @@ TEST_CASE("a pattern that names no parameter is a fault of the job") {
   CHECK_THROWS_AS(core::Trainer(c, parallel::solo(), Device::cpu), Error);
 }
 
-TEST_CASE("state in host memory gives the bits of state on the device, in slices of any size, and loads from either's checkpoints", "[core]") {
+TEST_CASE("state in host memory gives the bits of state on the device, in slices of any size, and loads from either's checkpoints",
+          "[core]") {
   core::Config base = tiny_config();
   base.run.dtype = GENERATE(DType::bf16, DType::f32, DType::f64);
   base.moe.balance = core::Balance::quantile;

@@ -70,7 +70,8 @@ std::vector<Held> held_by(core::Trainer& t) {
   for (int i = 0; i < t.table().size(); ++i) {
     const auto rows = t.params().update_rows(i);
     const std::string& name = t.table()[i].name;
-    const std::int64_t row = t.table()[i].shape.row(), first = (t.layout().first_row[std::size_t(i)] + rows.begin) * row + t.layout().first_column[std::size_t(i)];
+    const std::int64_t row = t.table()[i].shape.row(),
+                       first = (t.layout().first_row[std::size_t(i)] + rows.begin) * row + t.layout().first_column[std::size_t(i)];
     all.push_back({name, first, row, t.params().stored(i, rows)});
     if (t.optimizer().has_master(i)) all.push_back({"master/" + name, first, row, t.optimizer().master(i, rows)});
     if (!t.optimizer().has_state(i)) continue;
@@ -112,7 +113,8 @@ std::string differs(core::Trainer& t, const Whole& whole) {
     const auto size = size_of(h.rows.dtype);
     for (std::int64_t r = 0; r < h.rows.shape[0]; ++r) {
       const Tensor here = h.rows.rows(r, r + 1);
-      if (std::memcmp(found->second.data() + (h.first + r * h.row) * size, here.data, std::size_t(here.bytes())) != 0) return h.dataset;
+      if (std::memcmp(found->second.data() + (h.first + r * h.row) * size, here.data, std::size_t(here.bytes())) != 0)
+        return h.dataset;
     }
   }
   return {};
@@ -183,9 +185,14 @@ TEST_CASE("20 steps are 8 steps, a stop of one rank, and the rest: metrics, expe
 }
 
 TEST_CASE("what any of nine layouts saved, every other loads to the last bit, and its next ten losses are those of the run that went on") {
-  const std::vector<Layout> layouts{{1, 1, Sharding::full},     {4, 1, Sharding::full},      {1, 4, Sharding::optimizer},
-                                    {2, 2, Sharding::full},     {1, 2, Sharding::gradients, true, 1, 2}, {2, 2, Sharding::none},
-                                    {2, 2, Sharding::full, false}, {1, 1, Sharding::none, true, 1, 4},
+  const std::vector<Layout> layouts{{1, 1, Sharding::full},
+                                    {4, 1, Sharding::full},
+                                    {1, 4, Sharding::optimizer},
+                                    {2, 2, Sharding::full},
+                                    {1, 2, Sharding::gradients, true, 1, 2},
+                                    {2, 2, Sharding::none},
+                                    {2, 2, Sharding::full, false},
+                                    {1, 1, Sharding::none, true, 1, 4},
                                     {1, 2, Sharding::gradients, true, 2}};
   const SharedFolder folder;
   int number = 0;

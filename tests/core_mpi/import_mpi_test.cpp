@@ -53,8 +53,11 @@ TEST_CASE("four ranks export, import and start from either with the weights they
     CHECK(files > 6);
   }
   world.barrier();
-  for (const auto& [sharding, cut] : {std::pair{parallel::Sharding::none, false}, {parallel::Sharding::optimizer, false}, {parallel::Sharding::gradients, false},
-                                      {parallel::Sharding::full, false}, {parallel::Sharding::full, true}})
+  for (const auto& [sharding, cut] : {std::pair{parallel::Sharding::none, false},
+                                      {parallel::Sharding::optimizer, false},
+                                      {parallel::Sharding::gradients, false},
+                                      {parallel::Sharding::full, false},
+                                      {parallel::Sharding::full, true}})
     for (const char* from : {"hf", "imported", "run"}) {
       CAPTURE(from, int(sharding), cut);
       core::Trainer t(config_of(sharding, 4, cut), parallel::mpi_world(), Device::cpu, /*poison=*/true);

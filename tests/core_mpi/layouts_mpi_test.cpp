@@ -22,8 +22,8 @@ Curve run(const core::Config& c, std::unique_ptr<parallel::Communicator> world, 
 }
 
 void check_layout(const core::Config& base, const Curve& one, const Layout& l, std::int64_t document_length = 0) {
-  CAPTURE(l.data, l.expert, l.sequence, l.tensor, l.bucket, l.micro_batch, int(l.sharding), l.reshard, l.expert_sharding, l.recompute, l.parts,
-          document_length);
+  CAPTURE(l.data, l.expert, l.sequence, l.tensor, l.bucket, l.micro_batch, int(l.sharding), l.reshard, l.expert_sharding,
+          l.recompute, l.parts, document_length);
   check_curves(run(config_of(base, l), world_of(l.ranks()), document_length), one, 1e-9);
 }
 
@@ -69,7 +69,8 @@ TEST_CASE("accumulation, recomputation, resharding and resident experts give the
 
 TEST_CASE("gradients that leave together, and weights that are gathered ahead, give the same bits as a layer at a time") {
   const auto base = balanced(core::Balance::quantile);
-  for (Layout l : {Layout{.data = 2, .expert = 2, .micro_batch = 1}, Layout{.data = 4, .micro_batch = 1, .sharding = Sharding::gradients, .recompute = true},
+  for (Layout l : {Layout{.data = 2, .expert = 2, .micro_batch = 1},
+                   Layout{.data = 4, .micro_batch = 1, .sharding = Sharding::gradients, .recompute = true},
                    Layout{.expert = 2, .micro_batch = 2, .sequence = 2}}) {
     const Curve apart = run(config_of(base, l), world_of(4));
     for (const std::int64_t bucket : {20000, 100000, 1 << 30}) {  // some layers, most, all; a layer has about 30 kB of gradients
@@ -295,7 +296,8 @@ namespace {
 core::Config with_heads(core::Config c) {
   c.model.num_attention_heads = c.model.linear_attn.num_heads = 4;
   c.data.sequence_length = 27;
-  c.optimizer.lr = 1e-3;  // norms of these texts go up and down by two: at 3e-3 any layout's rounding may grow to 2e-9 of one in ten steps
+  c.optimizer.lr =
+      1e-3;  // norms of these texts go up and down by two: at 3e-3 any layout's rounding may grow to 2e-9 of one in ten steps
   return c;
 }
 
@@ -346,7 +348,8 @@ TEST_CASE("every balance, a limit of the experts among them, gives the losses of
   check_layout(base, limited, {.micro_batch = kGlobalSequences, .tensor = 4});
 }
 
-TEST_CASE("chunks of the loss, a dense indexer stage, and the tied Kimi-Linear kind have the losses of one rank where matrices are cut") {
+TEST_CASE(
+    "chunks of the loss, a dense indexer stage, and the tied Kimi-Linear kind have the losses of one rank where matrices are cut") {
   auto base = with_heads(balanced(core::Balance::none));
   const Curve one = one_rank(base);
   for (const auto& [seq, vocab] : {std::pair{1, 61}, {7, 5}, {1000, 1}, {31, 15}}) {
@@ -370,7 +373,8 @@ TEST_CASE("adapters and their dropout fall on the same inputs where matrices are
   const Curve one = one_rank(base);
   check_layout(base, one, {.micro_batch = 1, .tensor = 4});
   check_layout(base, one, {.expert = 2, .micro_batch = 2, .tensor = 2});
-  base.lora = core::LoraConfig{.rank = 3, .alpha = 6, .shared_a = true, .target = {"attention", "shared", "expert_proj", "latent", "head", "*.indexer.*"}};
+  base.lora = core::LoraConfig{
+      .rank = 3, .alpha = 6, .shared_a = true, .target = {"attention", "shared", "expert_proj", "latent", "head", "*.indexer.*"}};
   base.loss.indexer_stage = core::IndexerStage::sparse;
   const Curve with_experts = one_rank(base);
   check_layout(base, with_experts, {.micro_batch = 2, .tensor = 4});
@@ -381,13 +385,16 @@ TEST_CASE("results that backward finds have the bits of computing them again, wh
   const auto base = with_heads(balanced(core::Balance::quantile));
   auto even = base;
   even.data.sequence_length = 24;
-  for (const Layout& l : {Layout{.expert = 4, .micro_batch = 2, .recompute = true, .parts = 2}, Layout{.data = 2, .expert = 2, .micro_batch = 1, .recompute = true},
-                          Layout{.expert = 2, .micro_batch = 2, .recompute = true, .tensor = 2}, Layout{.expert = 2, .micro_batch = 2, .recompute = true, .sequence = 2}}) {
+  for (const Layout& l : {Layout{.expert = 4, .micro_batch = 2, .recompute = true, .parts = 2},
+                          Layout{.data = 2, .expert = 2, .micro_batch = 1, .recompute = true},
+                          Layout{.expert = 2, .micro_batch = 2, .recompute = true, .tensor = 2},
+                          Layout{.expert = 2, .micro_batch = 2, .recompute = true, .sequence = 2}}) {
     CAPTURE(l.data, l.expert, l.sequence, l.tensor);
     core::Config c = config_of(l.sequence > 1 ? even : base, l);
     const Curve again = run(c, world_of(4));
     const std::vector<std::string> all{"linear", "grouped_linear", "kda", "attention", "exchange"};
-    for (const auto& cache : {core::CacheConfig{all, {}, {1 << 30}}, core::CacheConfig{{"auto"}, {40000}, {60000}}, core::CacheConfig{{"exchange"}, {5000}, {}}}) {
+    for (const auto& cache : {core::CacheConfig{all, {}, {1 << 30}}, core::CacheConfig{{"auto"}, {40000}, {60000}},
+                              core::CacheConfig{{"exchange"}, {5000}, {}}}) {
       c.memory.cache = cache;
       const Curve found = run(c, world_of(4));
       CHECK(found.losses == again.losses);
@@ -397,12 +404,15 @@ TEST_CASE("results that backward finds have the bits of computing them again, wh
   }
 }
 
-TEST_CASE("experts and optimizer state in host memory give the bits of the device's, with any sharding, adapters or recomputation") {
+TEST_CASE(
+    "experts and optimizer state in host memory give the bits of the device's, with any sharding, adapters or recomputation") {
   auto base = balanced(core::Balance::quantile);
   for (const bool adapters : {false, true}) {
     if (adapters) base.lora = core::LoraConfig{.rank = 3, .alpha = 6, .target = {"attention", "expert_proj"}};
-    for (const Layout& l : {Layout{.data = 2, .expert = 2, .micro_batch = 1}, Layout{.data = 2, .expert = 2, .micro_batch = 2, .sharding = Sharding::none, .recompute = true},
-                            Layout{.expert = 4, .micro_batch = 2, .reshard = false, .parts = 2}, Layout{.data = 4, .micro_batch = 1, .sharding = Sharding::optimizer, .expert_sharding = false}}) {
+    for (const Layout& l : {Layout{.data = 2, .expert = 2, .micro_batch = 1},
+                            Layout{.data = 2, .expert = 2, .micro_batch = 2, .sharding = Sharding::none, .recompute = true},
+                            Layout{.expert = 4, .micro_batch = 2, .reshard = false, .parts = 2},
+                            Layout{.data = 4, .micro_batch = 1, .sharding = Sharding::optimizer, .expert_sharding = false}}) {
       CAPTURE(adapters, l.data, l.expert, int(l.sharding));
       core::Config c = config_of(base, l);
       const Curve here = run(c, world_of(4));

@@ -12,7 +12,8 @@ TEST_CASE("a plan holds what each rank of cut sequences and matrices takes, to t
   core::Config base = tiny_config();
   base.model.num_attention_heads = base.model.linear_attn.num_heads = 4;
   base.run.dtype = GENERATE(DType::f32, DType::bf16);
-  base.memory.activation_checkpointing = GENERATE(core::Checkpointing::none, core::Checkpointing::selective, core::Checkpointing::full);
+  base.memory.activation_checkpointing =
+      GENERATE(core::Checkpointing::none, core::Checkpointing::selective, core::Checkpointing::full);
   base.data.sequence_length = 26;
   base.training.micro_batch_size = 2;
   base.training.gradient_accumulation = 2;
@@ -39,7 +40,8 @@ TEST_CASE("a plan holds what each rank of cut sequences and matrices takes, to t
       CHECK(dry.memory().peaks()[std::size_t(k)] == t.memory().peaks()[std::size_t(k)]);
     }
     const auto plan = core::make_plan(c);
-    const auto mine = std::find_if(plan.ranks.begin(), plan.ranks.end(), [&](const core::RankPlan& r) { return r.device_bytes == t.memory().peaks(); });
+    const auto mine = std::find_if(plan.ranks.begin(), plan.ranks.end(),
+                                   [&](const core::RankPlan& r) { return r.device_bytes == t.memory().peaks(); });
     REQUIRE(mine != plan.ranks.end());
     CHECK(mine->device_total == t.memory().peak());
   }

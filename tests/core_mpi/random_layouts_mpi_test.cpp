@@ -186,7 +186,9 @@ Drawn draw(Dice& dice, int ranks) {
     if (dice.one_in(3)) d.many.memory.activation_checkpointing = core::Checkpointing::selective;
     if (l.recompute && dice.one_in(2)) {
       d.many.memory.activation_checkpointing = core::Checkpointing::full;
-      d.many.memory.cache = {.ops = {dice.one_in(2) ? "auto" : "exchange"}, .device = {dice.of<std::int64_t>({3000, 1 << 30})}, .host = {dice.of<std::int64_t>({0, 1 << 30})}};
+      d.many.memory.cache = {.ops = {dice.one_in(2) ? "auto" : "exchange"},
+                             .device = {dice.of<std::int64_t>({3000, 1 << 30})},
+                             .host = {dice.of<std::int64_t>({0, 1 << 30})}};
     }
     d.many.memory.offload = {.optimizer = dice.one_in(3), .experts = dice.one_in(3), .slice = {20000}};
     d.many.loss.seq_chunk = dice.of<std::int64_t>({0, 1, 7, 1000});

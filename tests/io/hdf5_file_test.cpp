@@ -227,7 +227,8 @@ TEST_CASE("parts of rows and columns make a virtual data set whole, and are read
   const auto dtype = GENERATE(DType::bf16, DType::f64);
   const auto x = bench.normal(dtype, {5, 7});
   const auto block = [&](std::int64_t row, std::int64_t rows, std::int64_t column, std::int64_t columns) {
-    return bench.filled(dtype, {rows, columns}, [&](std::int64_t i) { return test::Bench::get(x, (row + i / columns) * 7 + column + i % columns); });
+    return bench.filled(dtype, {rows, columns},
+                        [&](std::int64_t i) { return test::Bench::get(x, (row + i / columns) * 7 + column + i % columns); });
   };
   const std::string view = folder / "checkpoint.h5";
   {
@@ -249,7 +250,10 @@ TEST_CASE("parts of rows and columns make a virtual data set whole, and are read
     CHECK(contains(error_of([&] { whole.read_block("w", 1, 4, part); }), "[3, 4] at row 1, column 4 does not fit"));
   }
   std::filesystem::remove(folder / "c.h5");
-  CHECK(contains(error_of([&] { Hdf5File::open(view).read_block("w", 1, 2, bench.empty(dtype, {3, 4})); }), "c.h5: cannot open: No such file"));
+  CHECK(contains(error_of([&] {
+                   Hdf5File::open(view).read_block("w", 1, 2, bench.empty(dtype, {3, 4}));
+                 }),
+                 "c.h5: cannot open: No such file"));
 }
 
 TEST_CASE("attributes and long texts come back as they were written", "[io][cpu]") {

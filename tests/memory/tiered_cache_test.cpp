@@ -15,7 +15,9 @@ std::vector<float> numbers(std::int64_t count, float first) {
   for (std::size_t i = 0; i < values.size(); ++i) values[i] = first + float(i);
   return values;
 }
-void write(Device device, Tensor to, const std::vector<float>& values) { copy_to_device(device, to.data, values.data(), to.bytes()); }
+void write(Device device, Tensor to, const std::vector<float>& values) {
+  copy_to_device(device, to.data, values.data(), to.bytes());
+}
 std::vector<float> read(Device device, Tensor from) {
   std::vector<float> values(std::size_t(from.count()));
   copy_to_host(device, values.data(), from.data, from.bytes());

@@ -70,7 +70,8 @@ TEST_CASE("dropout on CUDA leaves out and enlarges what the CPU does, from any p
       const Tensor x = bench.uniform(dtype, {T, I}, -1, 1), y = bench.empty(dtype, {T, I});
       for (const std::int64_t width : {I, I + 5}) {  // all columns, and the last of more
         const Tensor dx = there.copy(x), dy = there.empty(dtype, {T, I});
-        ops::Dropout d{.seed = 3, .stream = 4, .first_token = first, .share = 0.3, .x = x, .y = y, .column = width - I, .width = width};
+        ops::Dropout d{
+            .seed = 3, .stream = 4, .first_token = first, .share = 0.3, .x = x, .y = y, .column = width - I, .width = width};
         ops::dropout(bench.context(), d);
         d.x = dx, d.y = dy;
         ops::dropout(there.context(), d);

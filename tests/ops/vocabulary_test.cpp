@@ -18,7 +18,9 @@ constexpr std::int64_t T = 37, V = 61, D = 24;
 const std::vector<std::pair<std::int64_t, std::int64_t>> kParts{{0, 20}, {20, 41}, {41, 61}};
 
 Tensor some_labels(Bench& b) {
-  return b.filled(DType::i32, {T}, [](std::int64_t t) { return t % 5 == 4 ? -100.0 : std::floor(ops::uniform(77, 5, std::uint64_t(t)) * double(V)); });
+  return b.filled(DType::i32, {T}, [](std::int64_t t) {
+    return t % 5 == 4 ? -100.0 : std::floor(ops::uniform(77, 5, std::uint64_t(t)) * double(V));
+  });
 }
 
 struct Results {
@@ -28,36 +30,39 @@ struct Results {
 
 // One rank after another: each first hands out its sums of every block, then takes all of them.
 template <class AnyBench>
-Results by_parts(Bench& host, AnyBench& b, ConstTensor hidden, ConstTensor weight, ConstTensor labels, std::int64_t seq, std::int64_t vocab) {
+Results by_parts(Bench& host, AnyBench& b, ConstTensor hidden, ConstTensor weight, ConstTensor labels, std::int64_t seq,
+                 std::int64_t vocab) {
   const DType real = real_of(hidden.dtype);
   Results all{0, std::vector<double>(std::size_t(T * D)), {}};
   std::vector<std::vector<Tensor>> sums(kParts.size());  // of a part, by block
   for (const bool merges : {false, true})
     for (std::size_t p = 0; p < kParts.size(); ++p) {
       const auto [first, end] = kParts[p];
-      const Tensor here = b.empty(DType::i32, {T}), loss = b.zeros(real, {1}), dhidden = b.empty(hidden.dtype, {T, D}), dweight = b.zeros(real, {end - first, D});
+      const Tensor here = b.empty(DType::i32, {T}), loss = b.zeros(real, {1}), dhidden = b.empty(hidden.dtype, {T, D}),
+                   dweight = b.zeros(real, {end - first, D});
       ops::local_ids(b.context(), ops::LocalIds{.ids = labels, .first = first, .count = end - first, .words = V, .y = here});
       std::size_t block = 0;
-      ops::cross_entropy(b.context(), ops::CrossEntropy{.hidden = hidden,
-                                                        .weight = weight.rows(first, end),
-                                                        .labels = here,
-                                                        .seq_chunk = seq,
-                                                        .vocab_chunk = vocab,
-                                                        .gradient_scale = 0.25,
-                                                        .loss = loss,
-                                                        .dhidden = dhidden,
-                                                        .dweight = dweight,
-                                                        .merge = [&](Tensor running) {
-                                                          if (!merges) return sums[p].push_back(b.copy(running));
-                                                          const std::int64_t s = running.shape[1];
-                                                          const Tensor parts = b.empty(real, {std::int64_t(kParts.size()), 3, s});
-                                                          for (std::size_t q = 0; q < kParts.size(); ++q) {
-                                                            const Tensor to = parts.rows(std::int64_t(q), std::int64_t(q) + 1);
-                                                            copy_to_device(b.context().device(), to.data, sums[q][block].data, to.bytes());
-                                                          }
-                                                          ++block;
-                                                          ops::merge_sums(b.context(), ops::MergeSums{.parts = parts, .all = running});
-                                                        }});
+      ops::cross_entropy(b.context(),
+                         ops::CrossEntropy{.hidden = hidden,
+                                           .weight = weight.rows(first, end),
+                                           .labels = here,
+                                           .seq_chunk = seq,
+                                           .vocab_chunk = vocab,
+                                           .gradient_scale = 0.25,
+                                           .loss = loss,
+                                           .dhidden = dhidden,
+                                           .dweight = dweight,
+                                           .merge = [&](Tensor running) {
+                                             if (!merges) return sums[p].push_back(b.copy(running));
+                                             const std::int64_t s = running.shape[1];
+                                             const Tensor parts = b.empty(real, {std::int64_t(kParts.size()), 3, s});
+                                             for (std::size_t q = 0; q < kParts.size(); ++q) {
+                                               const Tensor to = parts.rows(std::int64_t(q), std::int64_t(q) + 1);
+                                               copy_to_device(b.context().device(), to.data, sums[q][block].data, to.bytes());
+                                             }
+                                             ++block;
+                                             ops::merge_sums(b.context(), ops::MergeSums{.parts = parts, .all = running});
+                                           }});
       if (!merges) continue;
       all.loss = Bench::get(b.to_host(host, loss), 0);
       const auto dx = values_of(b.to_host(host, dhidden)), dw = values_of(b.to_host(host, dweight));
@@ -70,7 +75,15 @@ Results by_parts(Bench& host, AnyBench& b, ConstTensor hidden, ConstTensor weigh
 Results whole(Bench& b, ConstTensor hidden, ConstTensor weight, ConstTensor labels) {
   const DType real = real_of(hidden.dtype);
   const Tensor loss = b.zeros(real, {1}), dhidden = b.empty(hidden.dtype, {T, D}), dweight = b.zeros(real, {V, D});
-  ops::cross_entropy(b.context(), ops::CrossEntropy{.hidden = hidden, .weight = weight, .labels = labels, .seq_chunk = T, .vocab_chunk = V, .gradient_scale = 0.25, .loss = loss, .dhidden = dhidden, .dweight = dweight});
+  ops::cross_entropy(b.context(), ops::CrossEntropy{.hidden = hidden,
+                                                    .weight = weight,
+                                                    .labels = labels,
+                                                    .seq_chunk = T,
+                                                    .vocab_chunk = V,
+                                                    .gradient_scale = 0.25,
+                                                    .loss = loss,
+                                                    .dhidden = dhidden,
+                                                    .dweight = dweight});
   return {Bench::get(loss, 0), values_of(dhidden), values_of(dweight)};
 }
 
@@ -84,7 +97,8 @@ TEST_CASE("the loss and its gradients over parts of a vocabulary are those over 
   HostBench b;
   const Tensor hidden = b.normal(DType::f64, {T, D}), weight = b.normal(DType::f64, {V, D}), labels = some_labels(b);
   const Results want = whole(b, hidden, weight, labels);
-  for (const auto& [seq, vocab] : {std::pair{T, V}, {std::int64_t(5), std::int64_t(7)}, {std::int64_t(1), V}, {T, std::int64_t(1)}}) {
+  for (const auto& [seq, vocab] :
+       {std::pair{T, V}, {std::int64_t(5), std::int64_t(7)}, {std::int64_t(1), V}, {T, std::int64_t(1)}}) {
     CAPTURE(seq, vocab);
     const Results got = by_parts(b, b, hidden, weight, labels, seq, vocab);
     CHECK(std::abs(got.loss - want.loss) <= 1e-12 * want.loss);
@@ -95,13 +109,16 @@ TEST_CASE("the loss and its gradients over parts of a vocabulary are those over 
 
 TEST_CASE("rows of a table in parts add up to rows of the table, and gradients to its rows", "[ops][cpu]") {
   Bench b;
-  const Tensor table = b.normal(DType::f32, {V, D}), dy = b.normal(DType::f32, {T, D}), y = b.empty(DType::f32, {T, D}), dtable = b.zeros(DType::f32, {V, D});
-  const Tensor ids = b.filled(DType::i32, {T}, [](std::int64_t t) { return std::floor(ops::uniform(7, 5, std::uint64_t(t)) * double(V)); });
+  const Tensor table = b.normal(DType::f32, {V, D}), dy = b.normal(DType::f32, {T, D}), y = b.empty(DType::f32, {T, D}),
+               dtable = b.zeros(DType::f32, {V, D});
+  const Tensor ids =
+      b.filled(DType::i32, {T}, [](std::int64_t t) { return std::floor(ops::uniform(7, 5, std::uint64_t(t)) * double(V)); });
   ops::embedding(b.context(), ops::EmbeddingForward{.ids = ids, .table = table, .y = y});
   ops::embedding(b.context(), ops::EmbeddingBackward{.ids = ids, .dy = dy, .dtable = dtable});
   std::vector<double> sum(std::size_t(T * D), 0), rows;
   for (const auto& [first, end] : kParts) {
-    const Tensor here = b.empty(DType::i32, {T}), part = b.empty(DType::f32, {T, D}), gradient = b.zeros(DType::f32, {end - first, D});
+    const Tensor here = b.empty(DType::i32, {T}), part = b.empty(DType::f32, {T, D}),
+                 gradient = b.zeros(DType::f32, {end - first, D});
     ops::local_ids(b.context(), ops::LocalIds{.ids = ids, .first = first, .count = end - first, .words = V, .y = here});
     ops::embedding(b.context(), ops::EmbeddingForward{.ids = here, .table = table.rows(first, end), .y = part});
     ops::embedding(b.context(), ops::EmbeddingBackward{.ids = here, .dy = dy, .dtable = gradient});
@@ -125,7 +142,8 @@ TEST_CASE("an id outside the vocabulary is named with its place", "[ops][cpu]") 
   CHECK(text.find("t=1, id=61") != std::string::npos);
 }
 
-TEST_CASE("on CUDA the loss over parts of a vocabulary is within rounding of the whole in f64, and the embedding bit by bit", "[ops][cuda]") {
+TEST_CASE("on CUDA the loss over parts of a vocabulary is within rounding of the whole in f64, and the embedding bit by bit",
+          "[ops][cuda]") {
   if (!cuda_device_here()) return;
   for (const DType dtype : {DType::f32, DType::bf16})
     for (const auto& [seq, vocab] : {std::pair{T, V}, {std::int64_t(16), std::int64_t(8)}}) {

@@ -44,7 +44,8 @@ TEST_CASE("every group of every mesh of four ranks gathers the ranks that share 
       CHECK(ranks_of(side(mesh.uncut()), mesh.rank()) == world);
       if (shape.tensor > 1) CHECK(ranks_of(side(mesh.tensor()), mesh.rank()) == tensor);
     }
-    const auto others = 2 * world.size() + dense.size() + expert.size() + expert_data.size() + sequence.size() + readers.size() + tensor.size() - 8;
+    const auto others =
+        2 * world.size() + dense.size() + expert.size() + expert_data.size() + sequence.size() + readers.size() + tensor.size() - 8;
     CHECK(mesh.traffic().bytes_gathered == std::int64_t(2 * sizeof(int) * others));
   }
 }
