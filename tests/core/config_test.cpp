@@ -76,7 +76,8 @@ loss: {seq_chunk: 7, vocab_chunk: 11, indexer_coefficient: 0.5, indexer_stage: d
 moe: {capacity_factor: 1.25, overflow: drop, balance: auxiliary, quantile_bins: 500, sign_rate: 0.01, auxiliary_coefficient: 0.2,
       auxiliary_scope: micro_batch,
       z_loss: 0.3}
-memory: {activation_checkpointing: full}
+memory: {activation_checkpointing: full, cache: {ops: [kda, linear], device: 2GiB, host: 3GB},
+         offload: {optimizer: host, experts: host, slice: 1MiB}}
 lora: {rank: 4, alpha: 9, dropout: 0.25, rslora: true, shared_a: true, target: [attention, "*.w1"]}
 checkpoint: {every: 3, keep: 5}
 monitor: {expert_load_alert: 4, profile_steps: 6}
@@ -181,6 +182,9 @@ monitor: {expert_load_alert: 4, profile_steps: 6}
   CHECK(c.moe.auxiliary_scope == AuxiliaryScope::micro_batch);
   CHECK(c.moe.z_loss == 0.3);
   CHECK(c.memory.activation_checkpointing == Checkpointing::full);
+  CHECK(c.memory.cache.ops == std::vector<std::string>{"kda", "linear"});
+  CHECK((c.memory.cache.device.bytes == std::int64_t(2) << 30 && c.memory.cache.host.bytes == 3'000'000'000));
+  CHECK((c.memory.offload.optimizer && c.memory.offload.experts && c.memory.offload.slice.bytes == 1 << 20));
   REQUIRE(c.lora);
   CHECK(c.lora->rank == 4);
   CHECK(c.lora->alpha == 9);
@@ -245,8 +249,7 @@ TEST_CASE("what is written names every key that is documented, in their order", 
                                         "model.rope_theta",
                                         "model.rope_scaling",
                                         "model.num_nextn_predict_layers",
-                                        "memory.cache",
-                                        "memory.offload"};
+                                        "memory.offload.path"};
   for (const auto& doc : documented_keys())
     if (!silent.contains(doc.key)) documented.push_back(doc.key);
   CHECK(joined(written) == joined(documented));
