@@ -52,15 +52,15 @@ Device on_cpu(const Session& session, const std::string& why) {
 Device choose_device(Session& session, const core::Config& config) {
   const bool automatic = config.run.device == core::DeviceChoice::automatic;
   if constexpr (kHasCuda) {
-    if (automatic && config.parallel.sequence_parallel > 1) return on_cpu(session, " (sequence_parallel runs there only)");
-    if (config.run.device != core::DeviceChoice::cpu && config.run.dtype != DType::f64) {
+    if (const char* reason = config.cpu_only(); automatic && reason)
+      return on_cpu(session, std::string(" (") + reason + " runs there only)");
+    if (config.run.device != core::DeviceChoice::cpu) {
       std::int64_t devices = cuda::devices();
       core::together(session.control(), [&] {
         if (!automatic && devices == 0)
           throw Error("run.device: cuda, but no GPU is seen here" + visible() + "; nvidia-smi tells whether the driver sees one");
       });
       session.control().all_reduce(Tensor(&devices, DType::i64, {1}), parallel::Reduction::min);
-      if (automatic && config.moe.capacity_factor > 0) return on_cpu(session, " (moe.capacity_factor runs on the CPU only)");
       if (devices == 0) return on_cpu(session, " (no GPU is seen" + std::string(session.size() > 1 ? " by every rank)" : ")"));
       const std::string shared = shared_device(session);
       if (!shared.empty() && automatic) return on_cpu(session, " (" + shared + "; a GPU takes one rank)");

@@ -11,41 +11,42 @@ namespace {
 constexpr double kL2Eps = 1e-6;
 }
 
-AttentionKda::AttentionKda(const ModelConfig& m, ParamTable& table, int layer, const std::string& prefix)
-    : N_(m.linear_attn.num_heads),
+AttentionKda::AttentionKda(const ModelConfig& m, ParamTable& table, int layer, const std::string& prefix, int tensor_ranks)
+    : N_(m.linear_attn.num_heads / tensor_ranks),
       H_(m.linear_attn.head_dim),
       P_(N_ * H_),
       taps_(m.linear_attn.short_conv_kernel_size),
       full_gate_(m.linear_attn.use_full_rank_gate),
       lower_bound_(m.linear_attn.gate_lower_bound),
       norm_eps_(m.rms_norm_eps) {
-  const std::int64_t D = m.hidden_size;
-  auto matrix = [&](const char* name, std::int64_t out, std::int64_t in) {
-    return table.add({.name = prefix + name + ".weight", .shape = {out, in}, .layer = layer});
+  const std::int64_t D = m.hidden_size, N = m.linear_attn.num_heads, P = N * H_;  // of all ranks
+  auto matrix = [&](const std::string& name, std::int64_t out, std::int64_t in, Cut cut) {
+    return table.add({.name = prefix + name + ".weight", .shape = {out, in}, .layer = layer, .cut = cut});
   };
-  auto pinned = [&](const std::string& name, Shape shape, Init init) {
-    return table.add({.name = prefix + name, .shape = shape, .init = init, .decay = false, .pinned = true, .layer = layer});
+  auto pinned = [&](const std::string& name, Shape shape, Init init, Cut cut) {
+    return table.add(
+        {.name = prefix + name, .shape = shape, .init = init, .decay = false, .pinned = true, .layer = layer, .cut = cut});
   };
   auto stream = [&](const std::string& letter) {
-    const int proj = matrix((letter + "_proj").c_str(), P_, D);
-    return Stream{proj, pinned(letter + "_conv1d.weight", {P_, 1, taps_}, Init::fan_in)};
+    const int proj = matrix(letter + "_proj", P, D, Cut::rows);
+    return Stream{proj, pinned(letter + "_conv1d.weight", {P, 1, taps_}, Init::fan_in, Cut::rows)};
   };
   q_ = stream("q");
   k_ = stream("k");
   v_ = stream("v");
-  a_log_ = pinned("A_log", {N_}, lower_bound_ ? Init::zero : Init::log_decay);
-  dt_bias_ = pinned("dt_bias", {P_}, Init::dt_bias);
-  f_a_ = matrix("f_a_proj", H_, D);
-  f_b_ = matrix("f_b_proj", P_, H_);
-  b_ = matrix("b_proj", N_, D);
+  a_log_ = pinned("A_log", {N}, lower_bound_ ? Init::zero : Init::log_decay, Cut::rows);
+  dt_bias_ = pinned("dt_bias", {P}, Init::dt_bias, Cut::rows);
+  f_a_ = matrix("f_a_proj", H_, D, Cut::none);
+  f_b_ = matrix("f_b_proj", P, H_, Cut::rows);
+  b_ = matrix("b_proj", N, D, Cut::rows);
   if (full_gate_) {
-    g_ = matrix("g_proj", P_, D);
+    g_ = matrix("g_proj", P, D, Cut::rows);
   } else {
-    g_a_ = matrix("g_a_proj", H_, D);
-    g_b_ = matrix("g_b_proj", P_, H_);
+    g_a_ = matrix("g_a_proj", H_, D, Cut::none);
+    g_b_ = matrix("g_b_proj", P, H_, Cut::rows);
   }
-  o_norm_ = pinned("o_norm.weight", {H_}, Init::one);
-  o_proj_ = matrix("o_proj", D, P_);
+  o_norm_ = pinned("o_norm.weight", {H_}, Init::one, Cut::none);
+  o_proj_ = matrix("o_proj", D, P, Cut::columns);
 }
 
 ops::KdaAttention AttentionKda::inputs(Pass& pass, const Kept& k) const {
@@ -65,7 +66,7 @@ ops::KdaAttention AttentionKda::inputs(Pass& pass, const Kept& k) const {
           .scale = 1 / std::sqrt(double(H_)),
           .l2_eps = kL2Eps,
           .norm_eps = norm_eps_,
-          .documents = pass.batch.documents,
+          .documents = pass.batch->documents,
           .initial_state = k.state,
           .history = k.history};
 }
@@ -74,8 +75,8 @@ ops::KdaAttention AttentionKda::inputs(Pass& pass, const Kept& k) const {
 // v_in: the last taps - 1 rows of each document that goes on there, or all that it has.
 template <class Body>
 void AttentionKda::for_each_tail(Pass& pass, Tensor tails, Body&& body) const {
-  const auto& documents = pass.batch.documents;
-  const std::int64_t B = pass.batch.B(), rows = taps_ - 1;
+  const auto& documents = pass.batch->documents;
+  const std::int64_t B = pass.batch->B(), rows = taps_ - 1;
   const Tensor all = tails.reshape({3 * B * rows, P_});
   for (std::int64_t n = 0; n < documents.count(); ++n) {
     if (documents.leaves(n) < 0) continue;
@@ -91,7 +92,7 @@ void AttentionKda::for_each_tail(Pass& pass, Tensor tails, Body&& body) const {
 void AttentionKda::enter_slices(Pass& pass, Kept& k) const {
   auto& ctx = pass.ctx;
   auto& sequence = *pass.sequence;
-  const std::int64_t B = pass.batch.B();
+  const std::int64_t B = pass.batch->B();
   k.history = pass.keep({3, B, taps_ - 1, P_});
   const Tensor state = pass.keep_real({B, N_, H_, H_});
   Scope scope(ctx.scratch);
@@ -113,7 +114,7 @@ Tensor AttentionKda::leave_slices_backward(Pass& pass, const Kept& k, ConstTenso
   auto& sequence = *pass.sequence;
   const Tensor dstate = pass.scratch_real(k.state.shape);
   Scope scope(ctx.scratch);
-  const std::int64_t B = pass.batch.B();
+  const std::int64_t B = pass.batch->B();
   const Tensor map = pass.scratch_real({B, N_, H_, 2 * H_}), maps = pass.scratch_real({sequence.ranks() * B, N_, H_, 2 * H_});
   ops::KdaAttention from_zero = inputs(pass, k);
   from_zero.initial_state = {};
@@ -126,10 +127,9 @@ Tensor AttentionKda::leave_slices_backward(Pass& pass, const Kept& k, ConstTenso
 void AttentionKda::forward(Pass& pass, ConstTensor x, Kept& k, Tensor y) const {
   const std::int64_t T = pass.T();
   const Shape wide{T, P_}, low{T, H_}, heads{T, N_, H_};
-  k.x = x;
+  k = {};
   auto project_into = [&](int projection, ConstTensor from, Tensor& to, Shape shape) {
-    to = pass.keep(shape);
-    project(pass, projection, from, to);
+    project_result(pass, projection, from, to, shape);
   };
   project_into(q_.proj, x, k.q_in, wide);
   project_into(k_.proj, x, k.k_in, wide);
@@ -144,13 +144,16 @@ void AttentionKda::forward(Pass& pass, ConstTensor x, Kept& k, Tensor y) const {
     project_into(g_b_, k.gate_low, k.gate, wide);
   }
   if (pass.sequence) enter_slices(pass, k);
-  k.o = pass.keep(heads);
-  k.normed = pass.keep(heads);
-  ops::kda_attention(pass.ctx, ops::KdaAttentionForward{.x = inputs(pass, k), .o = k.o, .y = k.normed, .final_state = {}});
-  project(pass, o_proj_, k.normed.reshape(wide), y);
+  {
+    auto result = pass.result(ResultOp::kda, {{&k.o, pass.dtype, heads}, {&k.normed, pass.dtype, heads}});
+    result.compute([&] {
+      ops::kda_attention(pass.ctx, ops::KdaAttentionForward{.x = inputs(pass, k), .o = k.o, .y = k.normed, .final_state = {}});
+    });
+  }
+  project_result(pass, o_proj_, k.normed.reshape(wide), y, y.shape, y.dtype);
 }
 
-void AttentionKda::backward(Pass& pass, const Kept& k, ConstTensor dy, Tensor dx) const {
+void AttentionKda::backward(Pass& pass, ConstTensor x, const Kept& k, ConstTensor dy, Tensor dx) const {
   auto& ctx = pass.ctx;
   Scope scope(ctx.scratch);
   const std::int64_t T = pass.T();
@@ -189,23 +192,23 @@ void AttentionKda::backward(Pass& pass, const Kept& k, ConstTensor dy, Tensor dx
       });
     }
   }
-  auto back = [&](int projection, ConstTensor from, ConstTensor x, Tensor to, bool add) {
-    project_backward(pass, projection, from, x, to, add);
+  auto back = [&](int projection, ConstTensor from, ConstTensor in, Tensor to, bool add) {
+    project_backward(pass, projection, from, in, to, add);
   };
   Scope low(ctx.scratch);
   const Tensor dlow = pass.scratch({T, H_});
   if (full_gate_) {
-    back(g_, dgate, k.x, dx, false);
+    back(g_, dgate, x, dx, false);
   } else {
     back(g_b_, dgate, k.gate_low, dlow, false);
-    back(g_a_, dlow, k.x, dx, false);
+    back(g_a_, dlow, x, dx, false);
   }
-  back(b_, db, k.x, dx, true);
+  back(b_, db, x, dx, true);
   back(f_b_, df, k.f_low, dlow, false);
-  back(f_a_, dlow, k.x, dx, true);
-  back(q_.proj, dq_in, k.x, dx, true);
-  back(k_.proj, dk_in, k.x, dx, true);
-  back(v_.proj, dv_in, k.x, dx, true);
+  back(f_a_, dlow, x, dx, true);
+  back(q_.proj, dq_in, x, dx, true);
+  back(k_.proj, dk_in, x, dx, true);
+  back(v_.proj, dv_in, x, dx, true);
 }
 
 }  // namespace moetrain::core

@@ -14,17 +14,16 @@ namespace moetrain::core {
 
 class AttentionKda {
  public:
-  struct Kept {               // P = N H
-    ConstTensor x;            // (T, D) normed input
+  struct Kept {               // P = N H, of the heads here
     Tensor q_in, k_in, v_in;  // (T, P) before the convolution
     Tensor f_low, f, b;       // (T, H), (T, P), (T, N)
     Tensor gate_low, gate;    // (T, H) with a low-rank gate, (T, P)
     Tensor o, normed;         // (T, N, H)
     Tensor history, state;    // (3, B, taps - 1, P), (B, N, H, H) real: what enters this rank's slices; absent where sequences are whole
   };
-  AttentionKda(const ModelConfig& model, ParamTable& table, int layer, const std::string& prefix);
+  AttentionKda(const ModelConfig& model, ParamTable& table, int layer, const std::string& prefix, int tensor_ranks);
   void forward(Pass& pass, ConstTensor x, Kept& kept, Tensor y) const;           // y (T, D) written
-  void backward(Pass& pass, const Kept& kept, ConstTensor dy, Tensor dx) const;  // dx (T, D) written
+  void backward(Pass& pass, ConstTensor x, const Kept& kept, ConstTensor dy, Tensor dx) const;  // dx (T, D) written
 
  private:
   struct Stream {

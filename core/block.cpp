@@ -64,7 +64,7 @@ void Mix::backward(Pass& pass, ConstTensor dy, std::span<const ConstTensor> sour
                                                .dquery = pass.params.gradient(query_)});
 }
 
-Block::Block(const ModelConfig& m, ParamTable& table, int layer, int moe_index)
+Block::Block(const ModelConfig& m, ParamTable& table, int layer, int moe_index, int tensor_ranks)
     : eps_(m.rms_norm_eps),
       residual_bank_(m.attn_res_block_size.has_value()),
       starts_block_(residual_bank_ && layer % *m.attn_res_block_size == 0),
@@ -76,7 +76,7 @@ Block::Block(const ModelConfig& m, ParamTable& table, int layer, int moe_index)
       ffn_sub_{residual_bank_ ? std::optional<Mix>(Mix(m, table, layer, UnitKind::trunk, layer_prefix(layer) + "mlp_res"))
                               : std::nullopt,
                norm_param(m, table, layer, "post_attention_layernorm")},
-      attention_(m, table, layer),
+      attention_(m, table, layer, tensor_ranks),
       feed_forward_(make_feed_forward(m, table, layer, moe_index)) {}
 
 Block::Decisions Block::take_decisions(Pass& pass) const {
@@ -134,11 +134,12 @@ void Block::forward(Pass& pass, Bank& bank, ConstTensor p_in, Kept& k, const Dec
   if (starts_block_ && std::int64_t(bank.rows.size()) == bank_before_) bank.rows.push_back(p_in);
   const auto after = std::span(bank.rows).first(std::size_t(bank_before_ + starts_block_));
   enter(pass, ffn_sub_, after, k.p_mid, k.ffn);
+  const Tensor last = pass.mode == PassMode::recompute ? Tensor{} : y;  // p_out is known by then
   if (const Moe* m = moe())
-    m->forward(pass, k.ffn.normed, k.feed_forward.emplace<Moe::Kept>(), decisions.experts, y);
+    m->forward(pass, k.ffn.normed, k.feed_forward.emplace<Moe::Kept>(), decisions.experts, last);
   else
-    std::get<Mlp>(feed_forward_).forward(pass, k.ffn.normed, k.feed_forward.emplace<Mlp::Kept>(), y);
-  ops::sum(pass.ctx, ops::Sum{.a = k.p_mid, .b = y, .y = p_out});
+    std::get<Mlp>(feed_forward_).forward(pass, k.ffn.normed, k.feed_forward.emplace<Mlp::Kept>(), last);
+  if (last.present()) ops::sum(pass.ctx, ops::Sum{.a = k.p_mid, .b = last, .y = p_out});
 }
 
 void Block::backward(Pass& pass, Bank& bank, const Kept& k, const Decisions& decisions, Tensor dp) const {
@@ -157,7 +158,7 @@ void Block::backward(Pass& pass, Bank& bank, const Kept& k, const Decisions& dec
         dp);
 
   ops::copy(pass.ctx, ops::Copy{.x = dp, .y = dy});
-  attention_.backward(pass, k.attention, decisions.attention, dy, dx);
+  attention_.backward(pass, k.attn.normed, k.attention, decisions.attention, dy, dx);
   // Where a block starts, p_mid holds no p_in; p_in went into the bank, whose gradient is complete: every later mix has run.
   if (starts_block_) ops::copy(pass.ctx, ops::Copy{.x = drows[before], .y = dp});
   leave(pass, attn_sub_, residual_bank_ ? rows.first(before) : rows, residual_bank_ ? drows.first(before) : drows, k.p_in, k.attn,

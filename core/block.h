@@ -53,7 +53,7 @@ class Block {
     Attention::Kept attention;
     std::variant<std::monostate, Mlp::Kept, Moe::Kept> feed_forward;
   };
-  Block(const ModelConfig& model, ParamTable& table, int layer, int moe_index);
+  Block(const ModelConfig& model, ParamTable& table, int layer, int moe_index, int tensor_ranks);
   Decisions take_decisions(Pass& pass) const;
   // p_in -> p_out (T, D). The bank must hold the rows before this layer; a layer that starts a block appends p_in.
   void forward(Pass& pass, Bank& bank, ConstTensor p_in, Kept& kept, const Decisions& decisions, Tensor p_out) const;

@@ -93,11 +93,17 @@ void check_fits(Trainer& t, const io::Hdf5File& view, const std::string& path) {
       throw Error(path + ": holds a tensor that this job's model does not have: " + name);
 }
 
-void read_rows(Trainer& t, const io::Hdf5File& view, const std::string& dataset, std::int64_t first, Tensor to) {
+// Rows of parameter i, of a part of its columns where they are cut.
+void read_rows(Trainer& t, int i, const io::Hdf5File& view, const std::string& dataset, std::int64_t row, Tensor to) {
   if (to.count() == 0) return;
-  if (t.memory().device() == Device::cpu) return view.read_rows(dataset, first, to);
+  const auto first = t.layout().first_row[std::size_t(i)] + row, column = t.layout().first_column[std::size_t(i)];
+  const auto read = [&](Tensor rows) {
+    rows.shape.row() == t.table()[i].shape.row() ? view.read_rows(dataset, first, rows)
+                                                 : view.read_block(dataset, first, column, rows);
+  };
+  if (t.memory().device() == Device::cpu) return read(to);
   std::vector<std::byte> host(std::size_t(to.bytes()));
-  view.read_rows(dataset, first, Tensor(host.data(), to.dtype, to.shape));
+  read(Tensor(host.data(), to.dtype, to.shape));
   copy_to_device(t.memory().device(), to.data, host.data(), to.bytes());
 }
 
@@ -121,8 +127,7 @@ void load_checkpoint(Trainer& t, const std::string& path, bool same_run) {
     const auto view = io::Hdf5File::open(view_path(path));
     for (int i = 0; i < t.table().size(); ++i) {
       const auto rows = t.params().update_rows(i);
-      for (const SavedTensor& p : saved_tensors(t, i, rows))
-        read_rows(t, view, p.dataset, t.layout().first_row[std::size_t(i)] + rows.begin, p.rows);
+      for (const SavedTensor& p : saved_tensors(t, i, rows)) read_rows(t, i, view, p.dataset, rows.begin, p.rows);
     }
     auto number = [&](const char* name) {
       const auto v = view.integer_attribute(name);

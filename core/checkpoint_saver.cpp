@@ -183,14 +183,18 @@ void CheckpointSaver::advance() {
 }
 
 void CheckpointSaver::gather_ownership() {
-  std::vector<std::int64_t> mine;
+  std::vector<Owned> mine;
   for (int i = 0; i < int(shapes_.size()); ++i) {
     const auto rows = trainer_.params().shard(i);
-    mine.push_back(trainer_.layout().first_row[std::size_t(i)] + rows.begin);
-    mine.push_back(rows.count());
+    const Shape& here = trainer_.params().tensors()[std::size_t(i)].shape;
+    const bool cut = here.row() != shapes_[std::size_t(i)].row();
+    mine.push_back({.row = trainer_.layout().first_row[std::size_t(i)] + rows.begin,
+                    .rows = rows.count(),
+                    .column = trainer_.layout().first_column[std::size_t(i)],
+                    .columns = cut ? here[1] : 0});
   }
-  begin_count_.resize(mine.size() * std::size_t(control_.size()));
-  const parallel::Communicator::Gather piece{mine.data(), begin_count_.data(), std::int64_t(mine.size() * sizeof(std::int64_t))};
+  owned_.resize(mine.size() * std::size_t(control_.size()));
+  const parallel::Communicator::Gather piece{mine.data(), owned_.data(), std::int64_t(mine.size() * sizeof(Owned))};
   control_.all_gather({&piece, 1});
 }
 
@@ -233,8 +237,8 @@ void CheckpointSaver::declare(io::Hdf5File& file) const {
     const auto i = std::size_t(t.param);
     std::vector<io::VirtualSource> sources;
     for (int r = 0; r < control_.size(); ++r)
-      if (const auto* at = &begin_count_[(std::size_t(r) * params + i) * 2]; at[1] > 0)
-        sources.push_back({file_name(frozen_[i] ? kFrozen : kShard, r), t.dataset, at[0], at[1]});
+      if (const Owned& at = owned_[std::size_t(r) * params + i]; at.rows > 0)
+        sources.push_back({file_name(frozen_[i] ? kFrozen : kShard, r), t.dataset, at.row, at.rows, at.column, at.columns});
     file.create_virtual(t.dataset, t.dtype, shapes_[i], sources);
   }
 }

@@ -65,6 +65,9 @@ class CheckpointSaver {
     DType dtype;
     int param;
   };
+  struct Owned {  // rows of a whole parameter that a rank's file holds; columns 0: all of them
+    std::int64_t row, rows, column, columns;
+  };
   void start(bool beside);
   void gather_ownership();
   void write_files();
@@ -90,7 +93,7 @@ class CheckpointSaver {
   std::vector<ViewTensor> view_;
   std::vector<Shape> shapes_;              // by parameter, whole
   std::vector<bool> frozen_;               // by parameter
-  std::vector<std::int64_t> begin_count_;  // (ranks, parameters, 2): rows of the whole that a rank's file holds
+  std::vector<Owned> owned_;               // (ranks, parameters)
   std::optional<CheckpointFiles> files_;
   bool linked_ = false;  // the frozen file is there
   // Of the one before: where the frozen rows of this rank already are.

@@ -46,6 +46,11 @@ bool parse(const YamlNode& n, std::string& out) {
   out = n.text;
   return true;
 }
+bool parse(const YamlNode& n, io::ByteCount& out) {
+  const auto size = n.kind == YamlNode::scalar ? io::parse_byte_count(n.text) : std::nullopt;
+  if (size) out = *size;
+  return size.has_value();
+}
 template <class T>
 bool parse(const YamlNode& n, std::vector<T>& out) {
   constexpr bool kTexts = std::is_same_v<T, std::string>;
@@ -84,6 +89,7 @@ YamlNode scalar(std::string text) {
 }
 YamlNode write(bool value) { return scalar(value ? "true" : "false"); }
 YamlNode write(const std::string& value) { return scalar(value); }
+YamlNode write(io::ByteCount value) { return scalar(io::text_of(value)); }
 YamlNode write(double value) { return scalar(number_text(value)); }
 template <std::integral T>
 YamlNode write(T value) {
@@ -119,6 +125,8 @@ bool allows(const Rule& r, const T& value) {
     return !value || allows(r, *value);
   } else if constexpr (std::is_same_v<T, bool>) {
     return true;
+  } else if constexpr (std::is_same_v<T, io::ByteCount>) {
+    return inside(r, double(value.bytes));
   } else if constexpr (std::is_same_v<T, std::string>) {
     return double(value.size()) >= r.low && (!r.printable || std::none_of(value.begin(), value.end(), is_control));
   } else if constexpr (std::is_same_v<T, std::vector<std::string>>) {
@@ -144,6 +152,8 @@ std::string type_text(const Rule& r) {
     return type_text<typename T::value_type>(r);
   } else if constexpr (std::is_same_v<T, bool>) {
     return "true or false";
+  } else if constexpr (std::is_same_v<T, io::ByteCount>) {
+    return "size, as 8GiB, 141GB or 4096";
   } else if constexpr (std::is_same_v<T, std::string>) {
     return r.printable ? "text without control characters" : "text";
   } else if constexpr (std::is_same_v<T, std::vector<std::string>>) {

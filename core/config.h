@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "io/batch_source.h"
+#include "io/byte_count.h"
 #include "io/yaml.h"
 #include "memory/device.h"
 #include "memory/dtype.h"
@@ -79,6 +80,7 @@ struct ParallelConfig {
   int data_parallel = 1, expert_parallel = 1, tensor_parallel = 1, sequence_parallel = 1;
   parallel::Sharding sharding = parallel::Sharding::full;
   bool reshard_after_use = true;
+  io::ByteCount bucket_size{std::int64_t(32) << 20};
   std::string expert_placement = "uniform";
   bool expert_sharding = true;  // full: as `sharding`; none: resident on the ranks of their ep coordinate
   parallel::MeshShape mesh() const { return {data_parallel, expert_parallel, sequence_parallel, tensor_parallel}; }
@@ -140,8 +142,19 @@ struct MoeConfig {
 };
 
 enum class Checkpointing : std::uint8_t { none, selective, full };
+struct CacheConfig {
+  std::vector<std::string> ops;  // auto, or names of core/result_cache.h; empty: nothing is cached
+  io::ByteCount device, host;    // room for results
+};
+struct OffloadConfig {
+  bool optimizer = false;  // moments and masters in host memory
+  bool experts = false;    // weights of routed experts in host memory
+  io::ByteCount slice{std::int64_t(96) << 20};
+};
 struct MemoryConfig {
   Checkpointing activation_checkpointing = Checkpointing::none;
+  CacheConfig cache;
+  OffloadConfig offload;
 };
 
 struct LoraConfig {
@@ -180,6 +193,16 @@ struct Config {
   CheckpointConfig checkpoint;
   MonitorConfig monitor;
 
+  // What of this job has no CUDA backend; null: it runs on either.
+  const char* cpu_only() const {
+    const bool cut = parallel.tensor_parallel > 1;
+    return run.dtype == DType::f64                    ? "run.dtype fp64"
+           : parallel.sequence_parallel > 1           ? "parallel.sequence_parallel"
+           : moe.capacity_factor > 0                  ? "moe.capacity_factor"
+           : cut && model.dsa                         ? "parallel.tensor_parallel with dsa_config"
+           : cut && moe.balance == Balance::auxiliary ? "parallel.tensor_parallel with moe.balance auxiliary"
+                                                      : nullptr;
+  }
   std::int64_t sequences_per_step() const { return std::int64_t(parallel.data_parallel) * parallel.expert_parallel * training.micro_batch_size * training.gradient_accumulation; }
 };
 

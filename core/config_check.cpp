@@ -6,6 +6,7 @@
 
 #include "core/config.h"
 #include "core/config_keys.h"
+#include "core/result_cache.h"
 
 namespace moetrain::core {
 namespace {
@@ -188,6 +189,61 @@ void check_ranks(Findings& f, const ParallelConfig& p, int ranks) {
   f.require(ranks == 0 || product == ranks, axes, sizes + ", but there are " + text(std::int64_t(ranks)));
 }
 
+void check_cache(Findings& f, const MemoryConfig& m) {
+  const CacheConfig& cache = m.cache;
+  if (cache.ops.empty()) return;
+  for (const std::string& name : cache.ops) {
+    const bool known = cache_op(name).has_value() || (name == "auto" && cache.ops.size() == 1);
+    f.require(known, {"memory.cache.ops"},
+              "'" + name + "': expected auto, or some of linear, grouped_linear, kda, attention, exchange");
+  }
+  f.require(m.activation_checkpointing == Checkpointing::full, {"memory.cache.ops", "memory.activation_checkpointing"},
+            "a cache is for layers that are computed again: it needs activation_checkpointing full");
+  f.require(cache.device.bytes + cache.host.bytes > 0, {"memory.cache.ops", "memory.cache.device", "memory.cache.host"},
+            "a cache needs room: cache.device, cache.host or both");
+}
+
+void check_offload(Findings& f, const Config& c) {
+  const auto sharding = c.parallel.sharding;
+  f.require(!c.memory.offload.experts || !c.parallel.expert_sharding || sharding == parallel::Sharding::full ||
+                sharding == parallel::Sharding::none,
+            {"memory.offload.experts", "parallel.sharding"},
+            "experts in host memory need parallel.sharding full or none, or parallel.expert_sharding none");
+}
+
+// What a tensor cut divides. Hidden widths and the vocabulary need not be multiples.
+void check_tensor_cut(Findings& f, const Config& c) {
+  const std::int64_t ranks = c.parallel.tensor_parallel;
+  const ModelConfig& m = c.model;
+  if (ranks == 1) return;
+  const auto divided = [&](const std::string& key, std::int64_t heads) {
+    f.require(divides(ranks, heads), {"parallel.tensor_parallel", "model." + key},
+              "tensor_parallel " + text(ranks) + " does not divide " + key + " " + text(heads));
+  };
+  const auto reached = [&](const std::string& key, std::int64_t width) {
+    f.require(width >= ranks, {"parallel.tensor_parallel", "model." + key},
+              "tensor_parallel " + text(ranks) + " is more than " + key + " " + text(width));
+  };
+  bool any_full = false, any_kda = false, any_dense = false;
+  for (std::int64_t l = 0; l < m.num_hidden_layers; ++l) {
+    (m.full_attention(l) ? any_full : any_kda) = true;
+    any_dense = any_dense || !m.moe_layer(l);
+  }
+  if (any_full) divided("num_attention_heads", m.num_attention_heads);
+  if (any_kda) divided("linear_attn_config.num_heads", m.linear_attn.num_heads);
+  reached("vocab_size", m.vocab_size);
+  if (any_dense) reached("intermediate_size", m.intermediate_size);
+  if (m.num_experts > 0 && m.num_shared_experts > 0)
+    reached("moe_intermediate_size", m.num_shared_experts * m.moe_intermediate_size);
+  f.require(!m.dsa || c.run.device != DeviceChoice::cuda, {"parallel.tensor_parallel", "model.dsa_config", "run.device"},
+            "tensor_parallel " + text(ranks) +
+                " with dsa_config needs run.device cpu: on a GPU the indexer takes no keys of other ranks");
+  f.require(c.moe.balance != Balance::auxiliary || c.run.device != DeviceChoice::cuda,
+            {"parallel.tensor_parallel", "moe.balance", "run.device"},
+            "tensor_parallel " + text(ranks) +
+                " with balance auxiliary needs run.device cpu: on a GPU the loss takes no counts of other ranks");
+}
+
 void check_paths(Findings& f, const std::vector<std::string>& paths, const std::string& key) {
   for (std::size_t i = 0; i < paths.size(); ++i) {
     std::error_code unreadable;  // a path behind a closed folder cannot be told from an absent one
@@ -250,6 +306,9 @@ void check_config(const Config& config, const YamlNode& job, int ranks, std::vec
   visit(missing, copy);
   check_model(findings, config);
   check_ranks(findings, config.parallel, ranks);
+  check_tensor_cut(findings, config);
+  check_cache(findings, config.memory);
+  check_offload(findings, config);
   check_run(findings, config);
   std::stable_sort(faults.begin(), faults.end(), [](const Fault& a, const Fault& b) { return a.line < b.line; });
 }

@@ -221,8 +221,10 @@ void visit(V& v, ParallelConfig& c) {
   v.key("data_parallel", c.data_parallel, "ranks along this axis: copies of the model, each with its own data", ranks());
   v.key("expert_parallel", c.expert_parallel, "ranks along this axis: each holds a part of the experts and has its own data",
         ranks());
-  v.key("tensor_parallel", c.tensor_parallel, "ranks along this axis: matrices cut between them",
-        ranks().only_default("cut matrices over ranks"));
+  v.key(
+      "tensor_parallel", c.tensor_parallel,
+      "ranks along this axis: heads, hidden widths and vocabulary cut between them, tokens elsewhere; divides the numbers of heads",
+      ranks());
   v.key("sequence_parallel", c.sequence_parallel,
         "ranks along this axis: each has a slice of the same sequences; divides data.sequence_length; on the CPU only", ranks());
   v.choice("sharding", c.sharding,
@@ -232,6 +234,10 @@ void visit(V& v, ParallelConfig& c) {
             {"none", parallel::Sharding::none}},
            "what is cut over the ranks that share parameters: ZeRO stage 3, 2, 1 or 0");
   v.key("reshard_after_use", c.reshard_after_use, "with full sharding, gathered weights are dropped between forward and backward");
+  v.key("bucket_size", c.bucket_size,
+        "gradients of layers wait for each other until they are as many, and leave as one message; as many weights are gathered "
+        "ahead; "
+        "0: a layer at a time");
   v.choice("expert_placement", c.expert_placement, {{"uniform", "uniform"}},
            "each rank of the expert axis holds equally many experts");
   v.choice("expert_sharding", c.expert_sharding, {{"full", true}, {"none", false}},
@@ -331,10 +337,29 @@ void visit(V& v, MoeConfig& c) {
 
 template <class V>
 void visit(V& v, MemoryConfig& c) {
-  v.choice("activation_checkpointing", c.activation_checkpointing, {{"none", Checkpointing::none}, {"full", Checkpointing::full}},
-           "none: what backward needs is kept; full: layers are computed again", {{"selective", "choose what to compute again"}});
-  v.undone("cache", "cache results of operators");
-  v.undone("offload", "keep optimizer state or experts in host memory or on disk");
+  v.choice("activation_checkpointing", c.activation_checkpointing,
+           {{"none", Checkpointing::none}, {"selective", Checkpointing::selective}, {"full", Checkpointing::full}},
+           "none: what backward needs is kept; full: layers are computed again; selective: likewise, but matrix products, KDA, "
+           "attention "
+           "and what experts exchange are kept");
+  v.section("cache", c.cache, [](auto& s, CacheConfig& cache) {
+    s.key("ops", cache.ops,
+          "under full: results that need not be computed again. auto: of all operators those that save most time a byte, in host "
+          "memory only "
+          "where there is time for the way; or names: linear, grouped_linear, kda, attention, exchange");
+    s.key("device", cache.device, "room for them on a rank's device");
+    s.key("host", cache.host, "room for them in a rank's host memory");
+  });
+  v.section("offload", c.offload, [](auto& s, OffloadConfig& offload) {
+    s.choice("optimizer", offload.optimizer, {{"none", false}, {"host", true}},
+             "host: moments and masters lie in host memory and pass through the device in slices while weights are updated");
+    s.key("slice", offload.slice, "bytes of state that pass at once; the device has room for three times that", Rule{.low = 4096});
+    s.choice("experts", offload.experts, {{"none", false}, {"host", true}},
+             "host: the weights of routed experts lie in host memory, and are on the device while their layer works and the one "
+             "before it",
+             {{"disk", "keep experts on disk"}});
+    s.undone("path", "keep anything on disk");
+  });
 }
 
 template <class V>

@@ -22,9 +22,12 @@ Head::Head(const ModelConfig& m, ParamTable& table, int embedding)
       mix_(m.attn_res_block_size ? std::optional<Mix>(Mix(m, table, -1, UnitKind::head, "model.output_attn_res")) : std::nullopt),
       norm_(table.add(
           {.name = "model.norm.weight", .shape = {m.hidden_size}, .init = Init::one, .decay = false, .unit = UnitKind::head})),
-      weight_(m.tie_word_embeddings
-                  ? embedding
-                  : table.add({.name = "lm_head.weight", .shape = {m.vocab_size, m.hidden_size}, .unit = UnitKind::head})) {}
+      weight_(
+          m.tie_word_embeddings
+              ? embedding
+              : table.add(
+                    {.name = "lm_head.weight", .shape = {m.vocab_size, m.hidden_size}, .unit = UnitKind::head, .cut = Cut::rows})) {
+}
 
 void Head::forward(Pass& pass, const Bank& bank, ConstTensor p, Kept& k) const {
   k = {};
@@ -41,17 +44,26 @@ void Head::forward(Pass& pass, const Bank& bank, ConstTensor p, Kept& k) const {
   k.hidden = pass.keep(p.shape);
   ops::rmsnorm(pass.ctx, ops::RmsNormForward{.x = k.in, .w = pass.params.weight(norm_), .y = k.hidden, .r = k.in_r, .eps = eps_});
   if (pass.mode != PassMode::evaluate) k.dhidden = pass.keep(p.shape);
+  Scope scope(pass.ctx.scratch);
   const LossBlocks blocks = chosen_blocks(pass.config.loss, pass.ctx, pass.dtype, pass.params.weight(weight_).shape[0]);
   const auto category = pass.ctx.scratch.set_category(Category::loss);
-  project_loss(pass, weight_,
-               ops::CrossEntropy{.hidden = k.hidden,
-                                 .weight = {},
-                                 .labels = pass.batch.labels,
-                                 .seq_chunk = blocks.seq,
-                                 .vocab_chunk = blocks.vocab,
-                                 .gradient_scale = pass.scales.per_label,
-                                 .loss = pass.losses.lm,
-                                 .dhidden = k.dhidden});
+  const auto loss = [&](Pass& all, ConstTensor hidden, Tensor dhidden) {
+    project_loss(all, weight_,
+                 ops::CrossEntropy{.hidden = hidden,
+                                   .weight = {},
+                                   .labels = all.batch->labels,
+                                   .seq_chunk = blocks.seq,
+                                   .vocab_chunk = blocks.vocab,
+                                   .gradient_scale = pass.scales.per_label,
+                                   .loss = pass.losses.lm,
+                                   .dhidden = dhidden});
+  };
+  if (k.dhidden.present()) {
+    on_all_rows(pass, k.hidden, k.dhidden, loss);
+  } else {
+    Pass all = pass.on_slice();
+    loss(all, pass.all_rows(k.hidden), {});
+  }
   pass.ctx.scratch.set_category(category);
 }
 
@@ -71,6 +83,9 @@ void Head::backward(Pass& pass, Bank& bank, const Kept& k, Tensor dp) const {
   mix_->backward(pass, din, sources, k.mix_weights, dsources);
 }
 
-void Head::logits(Pass& pass, const Kept& k, Tensor logits) const { project(pass, weight_, k.hidden, logits); }
+void Head::logits(Pass& pass, const Kept& k, Tensor logits) const {
+  check(!pass.tensor, "head: logits of a vocabulary that is cut over ranks");
+  project(pass, weight_, k.hidden, logits);
+}
 
 }  // namespace moetrain::core

@@ -3,6 +3,7 @@
 
 #include <spdlog/spdlog.h>
 
+#include <cstring>
 #include <filesystem>
 #include <memory>
 
@@ -83,6 +84,15 @@ Found find_in_checkpoint(const Trainer& t, const std::string& path) {
   return {merged(weights, *table), parameters_of(there.model).size()};
 }
 
+// Columns [column, column + width) of rows of a matrix, in a buffer.
+Tensor columns_of(ConstTensor rows, std::int64_t column, std::int64_t width, std::vector<std::byte>& buffer) {
+  const std::int64_t size = size_of(rows.dtype), from = rows.shape[1] * size, to = width * size;
+  buffer.resize(std::size_t(rows.shape[0] * to));
+  for (std::int64_t r = 0; r < rows.shape[0]; ++r)
+    std::memcpy(buffer.data() + r * to, static_cast<const std::byte*>(rows.data) + r * from + column * size, std::size_t(to));
+  return {buffer.data(), rows.dtype, {rows.shape[0], width}};
+}
+
 // A piece of `name`, from its element `first` on, to where the run keeps it, in the type it is kept in there.
 void put(Trainer& t, const std::string& name, std::int64_t first, ConstTensor piece, Tensor to) {
   std::vector<std::byte> host(std::size_t(to.bytes()));
@@ -147,6 +157,9 @@ void initialize_from(Trainer& t, const std::string& path) {
                      [&](std::int64_t first, Tensor piece) {
                        const parallel::Rows here{first - whole, first - whole + piece.shape[0]};
                        const Param& p = t.table()[i];
+                       std::vector<std::byte> buffer;
+                       if (const std::int64_t width = t.layout().tensors[std::size_t(i)].shape.row(); width < p.shape.row())
+                         piece = columns_of(piece, t.layout().first_column[std::size_t(i)], width, buffer);
                        put(t, p.name, first * p.shape.row(), piece, t.params().stored(i, here));
                        if (t.optimizer().has_master(i)) put(t, p.name, first * p.shape.row(), piece, t.optimizer().master(i, here));
                      });

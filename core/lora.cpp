@@ -29,7 +29,8 @@ Adapter declare(const LoraConfig& lora, const Param& w, ParamTable& table) {
                 ExitCode::bad_job);
   const std::string module = w.name.ends_with(".weight") ? w.name.substr(0, w.name.rfind('.')) : w.name;
   const auto factor = [&](const char* name, Shape shape, Init init, UnitKind unit) {
-    return table.add({.name = module + name, .shape = shape, .init = init, .layer = w.layer, .unit = unit});
+    const Cut cut = w.cut == (init == Init::zero ? Cut::rows : Cut::columns) ? w.cut : Cut::none;  // B has W's rows, A its columns
+    return table.add({.name = module + name, .shape = shape, .init = init, .layer = w.layer, .unit = unit, .cut = cut});
   };
   Adapter made{.scale = lora.scale(), .dropout = lora.dropout};
   if (!expert)

@@ -11,7 +11,8 @@ namespace moetrain::core {
 
 class Model {
  public:
-  Model(const ModelConfig& model, ParamTable& table);  // declares every parameter
+  // Declares every parameter. tensor_ranks: that cut matrices between them.
+  Model(const ModelConfig& model, ParamTable& table, int tensor_ranks = 1);
   // Adds the losses and balance counts of the micro-batch. In evaluate mode nothing is kept; otherwise backward must follow.
   // logits (T, V) of any floating type: also written when present. held: the decisions of PassMode::held.
   void forward(Pass& pass, const Layout& layout, Tensor logits = {}, std::span<const Block::Decisions> held = {});
@@ -28,10 +29,20 @@ class Model {
     Block::Decisions decisions;
     Block::Kept kept;
   };
-  void prefetch_layer(Pass& pass, const Layout& layout, std::size_t l) const;
-  void gather_layer(Pass& pass, const Layout& layout, std::size_t l) const;
-  void release_layer(Pass& pass, const Layout& layout, std::size_t l) const;
-  void reduce_layer(Pass& pass, const Layout& layout, std::size_t l) const;
+  // The weights of layers from l on, in the order of a pass, until they are a bucket full: one layer at least. Past the last
+  // layer comes the head.
+  void prefetch(Pass& pass, const Layout& layout, std::size_t l) const;
+  void prefetch_below(Pass& pass, const Layout& layout, std::size_t l, std::size_t lowest) const;
+  void gather(Pass& pass, const std::vector<int>& units) const {
+    for (const int u : units) pass.params.gather(u);
+  }
+  void release(Pass& pass, const std::vector<int>& units) const {
+    for (const int u : units) pass.params.release(u);
+  }
+  void reduce(Pass& pass, const std::vector<int>& units) const;
+  void embed(Pass& pass, Tensor p) const;
+  void embed_backward(Pass& pass, ConstTensor dp, Tensor dtable) const;
+  ConstTensor words_here(Pass& pass) const;  // the slice's tokens among this rank's words, in scratch
   std::size_t lowest_trained(const parallel::ShardedParams& params, const Layout& layout) const;
 
   std::int64_t D_;

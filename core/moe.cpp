@@ -68,9 +68,8 @@ AnyTensor experts_of(AnyTensor decisions, std::int64_t T) {
 void Moe::route(Pass& pass, ConstTensor x, Kept& k, Tensor decisions) const {
   Scope scope(pass.ctx.scratch);
   const Tensor chosen = chosen_of(decisions, pass.T()), experts = experts_of(decisions, pass.T());
-  k.logits = pass.keep_real({pass.T(), E_});
+  project_result(pass, router_, x, k.logits, {pass.T(), E_}, pass.real());
   k.weights = pass.keep_real({pass.T(), K_});
-  project(pass, router_, x, k.logits);
   const Tensor cutoff = pass.decided() ? Tensor{} : pass.scratch_real({pass.T()});
   const auto weigh = [&](Tensor of, bool decided) {
     ops::router(pass.ctx, ops::RouterForward{.logits = k.logits,
@@ -132,7 +131,8 @@ void Moe::count(Pass& pass, const Kept& k, ConstTensor chosen, ConstTensor cutof
 
 // Offsets of the groups of tokens here whose load the auxiliary loss takes.
 std::vector<std::int64_t> Moe::balanced_groups(const Pass& pass) const {
-  if (pass.config.moe.auxiliary_scope == AuxiliaryScope::sequence) return {pass.batch.sequences.begin(), pass.batch.sequences.end()};
+  if (pass.config.moe.auxiliary_scope == AuxiliaryScope::sequence)
+    return {pass.batch->sequences.begin(), pass.batch->sequences.end()};
   return {0, pass.T()};
 }
 
@@ -153,17 +153,16 @@ void Moe::balance_losses(Pass& pass, const Kept& k, ConstTensor chosen, Tensor l
     const Tensor shared = shared_counts(pass);
     const ConstTensor counts = shared.present() && !by_sequence ? shared.reshape({E_}) : shared;
     ops::auxiliary_loss(
-        pass.ctx,
-        ops::AuxiliaryLoss{
-            .logits = k.logits,
-            .experts = chosen,
-            .groups = groups,
-            .counts = counts,
-            .scale =
-                moe.auxiliary_coefficient * (by_sequence ? pass.scales.per_sequence : pass.scales.per_token * double(pass.T())),
-            .loss = loss,
-            .dlogits = dlogits,
-            .tokens = by_sequence ? std::span<const std::int64_t>(pass.batch.lengths) : std::span<const std::int64_t>{}});
+        pass.ctx, ops::AuxiliaryLoss{.logits = k.logits,
+                                     .experts = chosen,
+                                     .groups = groups,
+                                     .counts = counts,
+                                     .scale = moe.auxiliary_coefficient *
+                                              (by_sequence ? pass.scales.per_sequence : pass.scales.per_token * double(pass.T())),
+                                     .loss = loss,
+                                     .dlogits = dlogits,
+                                     .tokens = by_sequence ? std::span<const std::int64_t>(pass.batch->lengths)
+                                                           : std::span<const std::int64_t>{}});
   }
   if (moe.z_loss != 0)
     ops::z_loss(pass.ctx,
@@ -202,27 +201,35 @@ void Moe::plan_exchange(Pass& pass, Kept& k) const {
   k.plan = pass.exchange->plan(pass.ctx, pass.kept, balanced, most);
 }
 
-// `meanwhile` runs while the first rows travel. A part leaves while the one before the last that left is worked on: two are on
-// their way at most, and the host is not held up before the first products.
-template <class Meanwhile>
-void Moe::run_experts(Pass& pass, ConstTensor z, Kept& k, const Meanwhile& meanwhile) const {
+// `spread(rows)` makes the slots' rows, `meanwhile` runs while the first travel. A part leaves while the one before the last that
+// left is worked on: two are on their way at most, and the host is not held up before the first products. What backward finds
+// (core/result_cache.h) neither travels nor is computed: rows that came, the products of w1 and w3, and what w2 made of them, which
+// came back.
+template <class Spread, class Meanwhile>
+void Moe::run_experts(Pass& pass, const Spread& spread, Kept& k, const Meanwhile& meanwhile) const {
   auto& ctx = pass.ctx;
   Scope scope(ctx.scratch);
   const bool alone = pass.exchange->ranks() == 1;  // rows are then in their place already
   const std::int64_t slots = pass.T() * K_;
-  const Tensor rows = alone ? pass.keep({slots, Z_}) : pass.scratch({slots, Z_});
-  ops::spread_rows(ctx, ops::SpreadRows{.x = z, .slot_row = k.slot_row, .rows = rows});
+  const DType dtype = pass.dtype;
+  Tensor rows;
+  if (!alone && !(pass.results && pass.results->next_is_here())) {
+    rows = pass.scratch({slots, Z_});
+    spread(rows);
+  }
   plan_exchange(pass, k);
   const std::int64_t R = k.plan.received;
   if (pass.sums()) pass.rows.received[std::size_t(moe_index_)] += R;
-  k.received = alone ? rows.rows(0, R) : pass.keep({R, Z_});
-  k.gate = pass.keep({R, F_});
-  k.up = pass.keep({R, F_});
+  auto came = pass.result(ResultOp::exchange, {{&k.received, dtype, {alone ? slots : R, Z_}}});
+  if (alone) came.compute([&] { spread(k.received); });
+  k.received = k.received.rows(0, R);
+  auto products = pass.result(ResultOp::grouped_linear, {{&k.gate, dtype, {R, F_}}, {&k.up, dtype, {R, F_}}});
+  auto went_back = pass.result(ResultOp::exchange, {{&k.returned, dtype, {slots, Z_}}});
   k.act = pass.keep({R, F_});
-  k.returned = pass.keep({slots, Z_});
   const Tensor travelling = alone ? Tensor{} : pass.scratch({R, Z_}), out = alone ? k.returned : pass.scratch({R, Z_});
   const auto send = [&](std::size_t c) {
-    if (!alone && c < k.plan.parts.size()) pass.exchange->begin_out(k.plan, k.plan.parts[c], rows.rows(0, k.plan.sent), travelling);
+    if (!alone && came.missing() && c < k.plan.parts.size())
+      pass.exchange->begin_out(k.plan, k.plan.parts[c], rows.rows(0, k.plan.sent), travelling);
   };
   send(0);
   meanwhile();
@@ -230,32 +237,38 @@ void Moe::run_experts(Pass& pass, ConstTensor z, Kept& k, const Meanwhile& meanw
   for (std::size_t c = 0; c < k.plan.parts.size(); ++c) {
     const auto& part = k.plan.parts[c];
     const Tensor received = part.of(k.received), gate = part.of(k.gate), up = part.of(k.up), act = part.of(k.act);
-    if (!alone) pass.exchange->finish_out(ctx, part, travelling, received);
-    project_grouped(pass, TwoWeights{w1_, w3_}, part, received, gate, up);
+    if (!alone) came.compute([&] { pass.exchange->finish_out(ctx, part, travelling, received); });
+    products.compute([&] { project_grouped(pass, TwoWeights{w1_, w3_}, part, received, gate, up); });
     ops::glu(ctx, ops::GluForward{.kind = act_, .beta = beta_, .linear_beta = linear_beta_, .g = gate, .u = up, .y = act});
-    project_grouped(pass, w2_, part, act, part.of(out));
+    went_back.compute([&] { project_grouped(pass, w2_, part, act, part.of(out)); });
     send(c + 2);
-    if (!alone) pass.exchange->begin_back(ctx, part, part.of(out), travelling, k.returned);
+    if (!alone) went_back.compute([&] { pass.exchange->begin_back(ctx, part, part.of(out), travelling, k.returned); });
   }
-  if (!alone) pass.exchange->finish_back();
+  if (!alone) went_back.compute([&] { pass.exchange->finish_back(); });
 }
 
 void Moe::forward(Pass& pass, ConstTensor x, Kept& k, Tensor decisions, Tensor y) const {
   auto& ctx = pass.ctx;
   Scope scope(ctx.scratch);
+  k = {};
   k.x = x;
   route(pass, x, k, decisions);
   const Tensor counts = ctx.scratch.take(DType::i64, {E_});  // held until they have arrived
   sort(pass, k, experts_of(decisions, pass.T()), counts);
-  ConstTensor z = x;
-  if (latent_) {
-    const Tensor down = pass.scratch({pass.T(), Z_});
-    project(pass, down_, x, down);
-    z = down;
-  }
-  run_experts(pass, z, k, [&] {
+  const auto spread = [&](Tensor rows) {
+    Scope narrow(ctx.scratch);
+    ConstTensor z = x;
+    if (latent_) {
+      const Tensor down = pass.scratch({pass.T(), Z_});
+      project(pass, down_, x, down);
+      z = down;
+    }
+    ops::spread_rows(ctx, ops::SpreadRows{.x = z, .slot_row = k.slot_row, .rows = rows});
+  };
+  run_experts(pass, spread, k, [&] {
     if (shared_) shared_->forward(pass, x, k.shared, y);
   });
+  if (!latent_ && !y.present()) return;
   k.combined = latent_ ? pass.keep({pass.T(), Z_}) : y;
   ops::collect_rows(ctx, ops::CollectRows{.rows = k.returned,
                                           .slot_row = k.slot_row,
@@ -271,7 +284,7 @@ void Moe::forward(Pass& pass, ConstTensor x, Kept& k, Tensor decisions, Tensor y
                           .x = k.combined, .w = pass.params.weight(norm_id_), .y = k.normed, .r = k.combined_r, .eps = norm_eps_});
     latent = k.normed;
   }
-  project(pass, up_, latent, y, shared_.has_value());
+  if (y.present()) project(pass, up_, latent, y, shared_.has_value());
 }
 
 // A part's rows leave for home before the gradients of its weights are summed, and travel while they are.

@@ -33,6 +33,7 @@ class Moe {
   Moe(const ModelConfig& model, ParamTable& table, int layer, int moe_index);
   // (T, K) i32, the experts the router chose; where experts have a limited number of places another (T, K), what the slots got.
   Tensor take_decisions(Pass& pass) const { return pass.kept.take(DType::i32, {(pass.limits_experts() ? 2 : 1) * pass.T(), K_}); }
+  // y (T, D) written; absent: only what backward needs.
   void forward(Pass& pass, ConstTensor x, Kept& kept, Tensor decisions, Tensor y) const;
   void backward(Pass& pass, const Kept& kept, ConstTensor decisions, ConstTensor dy, Tensor dx) const;
   int bias() const { return bias_; }
@@ -46,8 +47,8 @@ class Moe {
   void balance_losses(Pass& pass, const Kept& kept, ConstTensor chosen, Tensor loss, Tensor dlogits) const;
   void sort(Pass& pass, Kept& kept, ConstTensor experts, Tensor counts) const;
   void plan_exchange(Pass& pass, Kept& kept) const;
-  template <class Meanwhile>
-  void run_experts(Pass& pass, ConstTensor z, Kept& kept, const Meanwhile& meanwhile) const;
+  template <class Spread, class Meanwhile>
+  void run_experts(Pass& pass, const Spread& spread, Kept& kept, const Meanwhile& meanwhile) const;
   template <class Meanwhile>
   void run_experts_backward(Pass& pass, const Kept& kept, ConstTensor dcombined, Tensor dz, Tensor dweights,
                             const Meanwhile& meanwhile) const;

@@ -52,6 +52,7 @@ std::vector<Column> columns_of(const Config& c, const StepResult& r, const StepM
   const auto of_ranks = [&](double Load::*value) { return field(ranks, value); };
   const std::optional<double> none;
   const auto loss = r.skipped == Skipped::no_labels ? none : std::optional(r.loss);
+  const auto of_cache = [&](double value) { return m.cache ? std::optional(value) : none; };
   const auto limited = [&](std::int64_t slots) { return c.moe.capacity_factor > 0 && layers > 0 ? std::optional<double>(slots) : none; };
   return {{"step", double(r.step)},
           {"tokens", double(m.tokens_seen)},
@@ -77,8 +78,10 @@ std::vector<Column> columns_of(const Config& c, const StepResult& r, const StepM
           {"dropped_tokens", limited(r.dropped)},
           {"rerouted_tokens", limited(r.rerouted)},
           {"exposed_comm_ms", m.exposed_comm_seconds * 1e3},
-          {"cache_hits", none},
-          {"cache_bytes_host", none},
+          {"cache_hits", of_cache(m.cache ? double(m.cache->hits) : 0)},
+          {"cache_late", of_cache(m.cache ? double(m.cache->late) : 0)},
+          {"cache_saved_ms", of_cache(m.cache ? m.cache->saved_seconds * 1e3 : 0)},
+          {"cache_bytes_host", of_cache(double(m.cache_host_bytes))},
           {"eval_loss", m.eval_loss},
           {"skipped", r.skipped == Skipped::no ? 0.0 : 1.0}};
 }

@@ -23,6 +23,8 @@ struct StepMeasures {
   double exposed_comm_seconds = 0;                          // likewise
   double model_flops = 0;                                   // of the global batch
   int ranks = 1;
+  std::optional<ResultCache::Figures> cache;  // of all ranks together; saved_seconds of the rank that saved least
+  std::int64_t cache_host_bytes = 0;          // the largest of any rank
   std::optional<double> eval_loss;
   std::int64_t tokens_seen = 0;
 };

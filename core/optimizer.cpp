@@ -1,6 +1,8 @@
 // optimizer.cpp -- state over shards, the norm in rank order, the update.
 #include "core/optimizer.h"
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "ops/adamw.h"
@@ -9,26 +11,43 @@
 namespace moetrain::core {
 namespace {
 
+constexpr std::size_t kRooms = 3;
+constexpr std::int64_t kAlignment = 256;  // bytes, of each tensor in a room
+
+std::int64_t aligned(std::int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
 Tensor flat(Tensor t) { return t.present() ? t.reshape({t.count()}) : t; }
 
 }  // namespace
 
-Optimizer::Optimizer(Memory& memory, const OptimizerConfig& config, const ParamTable& table, parallel::ShardedParams& params)
-    : config_(config), table_(table), params_(params), states_(std::size_t(table.size())) {
+Optimizer::Optimizer(Memory& memory, const Offload& offload, const OptimizerConfig& config, const ParamTable& table,
+                     parallel::ShardedParams& params)
+    : config_(config),
+      table_(table),
+      params_(params),
+      host_(offload.host),
+      states_(std::size_t(table.size())),
+      down_(memory.device()),
+      up_(memory.device()) {
+  std::int64_t bytes = 0;
   for (int i = 0; i < table.size(); ++i) {
     if (!table[i].trainable) continue;
     const auto& t = params.tensors()[std::size_t(i)];
     const DType real = real_of(t.dtype);
     const Shape shape = t.shape.with_dim0(params.update_rows(i).count());
     State& s = states_[std::size_t(i)];
-    if (t.dtype != real) s.master = OwnedTensor(memory, Category::optimizer, real, shape);
-    s.exp_avg = OwnedTensor(memory, Category::optimizer, real, shape);
-    s.exp_avg_sq = OwnedTensor(memory, Category::optimizer, real, shape);
-    for (const Tensor m : {s.exp_avg.view(), s.exp_avg_sq.view()}) fill(memory.device(), m.data, 0, m.bytes());
+    if (t.dtype != real) s.master = PlacedTensor(memory, host_, Category::optimizer, real, shape);
+    s.exp_avg = PlacedTensor(memory, host_, Category::optimizer, real, shape);
+    s.exp_avg_sq = PlacedTensor(memory, host_, Category::optimizer, real, shape);
+    for (const Tensor m : {s.exp_avg.view(), s.exp_avg_sq.view()})
+      fill(host_ ? host_->device() : memory.device(), m.data, 0, m.bytes());
+    for (const PlacedTensor* k : {&s.master, &s.exp_avg, &s.exp_avg_sq}) bytes += k->present() ? aligned(k->view().bytes()) : 0;
   }
+  for (std::size_t r = 0; host_ && r < kRooms; ++r)
+    rooms_.emplace_back(memory, Category::optimizer, DType::u8, Shape{std::min(bytes, offload.slice_bytes)});
 }
 
-Tensor Optimizer::rows_of(const OwnedTensor& t, int i, parallel::Rows rows) const {
+Tensor Optimizer::rows_of(const PlacedTensor& t, int i, parallel::Rows rows) const {
   if (!t.present()) return {};
   const auto held = params_.update_rows(i);
   return t.view().rows(rows.begin - held.begin, rows.end - held.begin);
@@ -57,8 +76,7 @@ double Optimizer::norm(ops::Context& ctx, parallel::Communicator& everyone) {
   return std::sqrt(total);
 }
 
-void Optimizer::update(ops::Context& ctx, double lr, double gradient_scale) {
-  ++updates_;
+std::vector<ops::AdamWShard> Optimizer::shards_to_update() {
   std::vector<ops::AdamWShard> shards;
   for (int i = 0; i < table_.size(); ++i) {
     if (!table_[i].trainable) continue;
@@ -71,13 +89,85 @@ void Optimizer::update(ops::Context& ctx, double lr, double gradient_scale) {
                       .weight = has_master(i) ? flat(stored) : Tensor{},
                       .weight_decay = table_[i].decay ? config_.weight_decay : 0});
   }
-  ops::adamw(ctx, ops::AdamW{.shards = shards,
-                             .lr = lr,
-                             .beta1 = config_.beta1,
-                             .beta2 = config_.beta2,
-                             .eps = config_.eps,
-                             .gradient_scale = gradient_scale,
-                             .step = updates_});
+  return shards;
+}
+
+void Optimizer::update(ops::Context& ctx, double lr, double gradient_scale) {
+  ++updates_;
+  const auto shards = shards_to_update();
+  ops::AdamW step{.shards = shards,
+                  .lr = lr,
+                  .beta1 = config_.beta1,
+                  .beta2 = config_.beta2,
+                  .eps = config_.eps,
+                  .gradient_scale = gradient_scale,
+                  .step = updates_};
+  host_ ? update_in_slices(ctx, step, shards) : ops::adamw(ctx, step);
+}
+
+// Elements in order, cut where a room is full. Slice s comes while s - 1 is worked on and s - 2 leaves.
+void Optimizer::update_in_slices(ops::Context& ctx, ops::AdamW step, const std::vector<ops::AdamWShard>& shards) {
+  struct Stage {
+    std::vector<ops::AdamWShard> there, here;  // the same elements, their state in host memory and on the device
+    std::int64_t used = 0;
+    Transfer::Mark came, left;
+  };
+  Stage stages[kRooms];
+  const std::int64_t room = rooms_[0].view().bytes();
+  std::size_t shard = 0;
+  std::int64_t done = 0;  // of that shard
+  const auto state_of = [](ops::AdamWShard& s) {
+    return std::array<Tensor*, 3>{s.weight.present() ? &s.master : nullptr, &s.exp_avg, &s.exp_avg_sq};
+  };
+  const auto each_part = [&](Stage& stage, auto&& body) {
+    for (std::size_t i = 0; i < stage.there.size(); ++i) {
+      const auto there = state_of(stage.there[i]), here = state_of(stage.here[i]);
+      for (std::size_t p = 0; p < there.size(); ++p)
+        if (there[p]) body(*there[p], *here[p]);
+    }
+  };
+  const auto bring = [&](Stage& stage, Tensor space) {
+    stage.there.clear();
+    stage.here.clear();
+    stage.used = 0;
+    up_.follow(stage.left);  // what lay in this room is gone
+    while (shard < shards.size()) {
+      const ops::AdamWShard& all = shards[shard];
+      const std::int64_t size = size_of(all.exp_avg.dtype), element = (all.weight.present() ? 3 : 2) * size,
+                         kAligned = kAlignment / size;
+      const std::int64_t left = all.master.count() - done, fits = (room - stage.used) / element / kAligned * kAligned;
+      const std::int64_t n = std::min(left, fits);
+      if (n == 0 && left > 0) break;
+      ops::AdamWShard part = all;
+      for (Tensor* t : {&part.master, &part.exp_avg, &part.exp_avg_sq, &part.weight})
+        if (t->present()) *t = t->rows(done, done + n);
+      part.gradient = part.gradient.rows(done, done + n);
+      stage.there.push_back(part);
+      for (Tensor* t : state_of(part)) {
+        if (!t) continue;
+        auto* data = static_cast<std::byte*>(space.data);
+        *t = Tensor(data ? data + stage.used : nullptr, t->dtype, t->shape);
+        stage.used += aligned(t->bytes());
+      }
+      stage.here.push_back(part);
+      done += n;
+      if (done < all.master.count()) break;
+      ++shard;
+      done = 0;
+    }
+    each_part(stage, [&](Tensor from, Tensor to) { up_.copy(to.data, from.data, from.bytes(), stage.came); });
+  };
+  bring(stages[0], rooms_[0].view());
+  for (std::size_t s = 0; !stages[s % kRooms].here.empty(); ++s) {
+    Stage& now = stages[s % kRooms];
+    bring(stages[(s + 1) % kRooms], rooms_[(s + 1) % kRooms].view());
+    up_.wait(now.came);
+    step.shards = now.here;
+    ops::adamw(ctx, step);
+    each_part(now, [&](Tensor to, Tensor from) { down_.copy(to.data, from.data, from.bytes(), now.left); });
+  }
+  check(shard == shards.size(), "optimizer: a room holds no element", {{"bytes", room}});
+  for (const Stage& stage : stages) down_.wait(stage.left);
 }
 
 }  // namespace moetrain::core

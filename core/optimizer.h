@@ -4,14 +4,23 @@
 
 #include "core/layout.h"
 #include "core/params.h"
+#include "memory/transfer.h"
+#include "ops/adamw.h"
 #include "ops/context.h"
 
 namespace moetrain::core {
 
 class Optimizer {
  public:
-  // Moments are real and start at 0. A weight stored in bf16 has a real master; any other is its own master.
-  Optimizer(Memory& memory, const OptimizerConfig& config, const ParamTable& table, parallel::ShardedParams& params);
+  // Moments are real and start at 0. A weight stored in bf16 has a real master; any other is its own master. With a host moments
+  // and masters lie there, where tensors of them are then too, and pass through the device of `memory` in slices while they are
+  // updated.
+  struct Offload {
+    Memory* host = nullptr;
+    std::int64_t slice_bytes = 0;
+  };
+  Optimizer(Memory& memory, const Offload& offload, const OptimizerConfig& config, const ParamTable& table,
+            parallel::ShardedParams& params);
 
   // Global L2 norm of the gradients, every element of every expert and shard once; the same bits on every rank. Collective.
   double norm(ops::Context& ctx, parallel::Communicator& everyone);
@@ -29,15 +38,20 @@ class Optimizer {
 
  private:
   struct State {
-    OwnedTensor master;  // only where the weight is not its own master
-    OwnedTensor exp_avg, exp_avg_sq;
+    PlacedTensor master;  // only where the weight is not its own master
+    PlacedTensor exp_avg, exp_avg_sq;
   };
-  Tensor rows_of(const OwnedTensor& t, int i, parallel::Rows rows) const;
+  Tensor rows_of(const PlacedTensor& t, int i, parallel::Rows rows) const;
+  std::vector<ops::AdamWShard> shards_to_update();
+  void update_in_slices(ops::Context& ctx, ops::AdamW step, const std::vector<ops::AdamWShard>& shards);
 
   OptimizerConfig config_;
   const ParamTable& table_;
   parallel::ShardedParams& params_;
+  Memory* host_;               // null: state lies on the device
   std::vector<State> states_;  // by parameter
+  std::vector<OwnedTensor> rooms_;  // on the device, for slices: one comes, one is worked on, one leaves
+  Transfer down_, up_;
   std::int64_t updates_ = 0;
 };
 

@@ -63,12 +63,14 @@ double initial_value(const Param& p, double initializer_range, std::uint64_t see
   return 0;
 }
 
-void initialize_rows(const Param& p, double initializer_range, std::uint64_t seed, parallel::Rows rows, Tensor to) {
-  const std::int64_t row = p.shape.row(), first = rows.begin * row, n = rows.count() * row;
-  check(to.count() == n, "initialize_rows: rows do not fit", {{"rows", n}, {"to", to.count()}});
+void initialize_rows(const Param& p, double initializer_range, std::uint64_t seed, parallel::Rows rows, Tensor to,
+                     std::int64_t column) {
+  const std::int64_t whole = p.shape.row(), row = to.shape.row(), n = to.count();
+  check(to.shape[0] == rows.count() && column + row <= whole, "initialize_rows: rows do not fit",
+        {{"rows", rows.count()}, {"to", to.shape[0]}, {"column", column}, {"width", row}, {"of", whole}});
 #pragma omp parallel for if (n > 10000)
   for (std::int64_t i = 0; i < n; ++i) {
-    const double v = initial_value(p, initializer_range, seed, first + i);
+    const double v = initial_value(p, initializer_range, seed, (rows.begin + i / row) * whole + column + i % row);
     if (to.dtype == DType::f64)
       static_cast<double*>(to.data)[i] = v;
     else if (to.dtype == DType::f32)

@@ -23,6 +23,10 @@ enum class Init : std::uint8_t {
 // Which kind of rank group cuts a parameter, and when it is gathered.
 enum class UnitKind : std::uint8_t { embedding, trunk, experts, head, router_bias };
 
+// What of a matrix the ranks of a tensor group have each a part of (parallel/shard.h, part_of): its rows, outputs of a product, or
+// its columns, inputs.
+enum class Cut : std::uint8_t { none, rows, columns };
+
 // The low-rank factors beside a matrix W: its products are those of W + scale B A (core/lora.h).
 struct Adapter {
   int a = -1, b = -1;  // parameters; -1: none
@@ -38,6 +42,7 @@ struct Param {
   bool pinned = false;  // kept in fp32 (fp64 in an fp64 run) when weights are bf16; its own master
   int layer = -1;       // -1: outside the blocks
   UnitKind unit = UnitKind::trunk;
+  Cut cut = Cut::none;
   bool trainable = true;  // has a gradient
   bool frozen = false;    // the job leaves it as it is: nothing changes it, balancing neither
   Adapter adapter = {};
@@ -61,7 +66,9 @@ class ParamTable {
 
 // Element `index` (of the whole tensor, row-major) of a fresh parameter: a function of (seed, name, index) alone.
 double initial_value(const Param& p, double initializer_range, std::uint64_t seed, std::int64_t index);
-// Writes rows of the whole tensor's dim 0 into `to` (host memory, any floating type).
-void initialize_rows(const Param& p, double initializer_range, std::uint64_t seed, parallel::Rows rows, Tensor to);
+// Writes rows of the whole tensor's dim 0, or of those the columns from `column` on that `to` has, into it (host memory, any
+// floating type).
+void initialize_rows(const Param& p, double initializer_range, std::uint64_t seed, parallel::Rows rows, Tensor to,
+                     std::int64_t column = 0);
 
 }  // namespace moetrain::core

@@ -49,30 +49,34 @@ double attention_core(const Config& c, bool sparse) {
   return 2 * double(m.num_attention_heads) * (scores + values) * keys_per_query(S, sparse ? m.dsa->index_topk : S);
 }
 
-// What distinguishes a rank: the rows it holds of every parameter, the rows of tokens its experts are given, and the keys that its
-// slices of sequences see. All follow from its place along the mesh's axes, where they change at a few places only: between those,
-// ranks are alike.
+// What distinguishes a rank: the rows it holds of every parameter, the rows of tokens its experts are given, the keys that its
+// slices of sequences see, and its part of cut matrices. All follow from its place along the mesh's axes, where they change at a
+// few places only: between those, ranks are alike.
 class Kinds {
  public:
-  using Kind = std::array<std::int64_t, 4>;
+  using Kind = std::array<std::int64_t, 6>;
   Kinds(const Config& c, const ParamTable& table) : shape_(c.parallel.mesh()) {
     parallel::Mesh mesh(shape_, parallel::dry(0, shape_.ranks()));
     for (const Layout layout = make_layout(c, table, mesh); const parallel::Unit& unit : layout.units) {
       if (unit.sharding == parallel::Sharding::none) continue;
-      auto& changes = unit.group == mesh.expert_data().data.get() ? of_experts_ : of_dense_;
+      auto& changes = unit.group == mesh.expert_data().data.get() ? of_experts_
+                      : unit.group == mesh.dense().data.get()     ? of_dense_
+                                                                  : of_all_;
       for (const int i : unit.tensors) {
         const std::int64_t rows = layout.tensors[std::size_t(i)].shape[0];
         const std::int64_t full = std::max<std::int64_t>(1, parallel::shard_rows(rows, unit.group->size()));
         changes.insert(changes.end(), {rows / full, (rows + full - 1) / full});  // a rank with fewer rows, ranks without any
       }
     }
-    for (auto* changes : {&of_dense_, &of_experts_}) {
+    for (auto* changes : {&of_dense_, &of_all_, &of_experts_}) {
       std::sort(changes->begin(), changes->end());
       changes->erase(std::unique(changes->begin(), changes->end()), changes->end());
     }
     if (const std::int64_t E = c.model.num_experts; E > 0) {
       local_experts_ = E / shape_.expert;
-      uneven_slots_ = c.training.micro_batch_size * (c.data.sequence_length / shape_.sequence) * c.model.num_experts_per_token % E;
+      experts_ = E;
+      experts_per_token_ = c.model.num_experts_per_token;
+      tokens_ = c.training.micro_batch_size * (c.data.sequence_length / shape_.sequence);
     }
   }
   Kind of(int rank) const {
@@ -83,14 +87,20 @@ class Kinds {
     const std::int64_t dense = (std::int64_t(at.data) * shape_.expert + at.expert) * shape_.sequence + at.sequence;
     const std::int64_t experts = (std::int64_t(at.data) * shape_.sequence + at.sequence) * shape_.tensor + at.tensor;
     // Balanced routing gives the slots that E does not divide to the first experts, one each.
-    return {part(of_dense_, dense), part(of_experts_, experts),
-            std::clamp<std::int64_t>(uneven_slots_ - at.expert * local_experts_, 0, local_experts_), at.sequence};
+    const std::int64_t rows = parallel::shard_of(tokens_, at.tensor, shape_.tensor).count();
+    const std::int64_t uneven = experts_ > 0 ? rows * experts_per_token_ % experts_ : 0;
+    return {part(of_dense_, dense),
+            part(of_all_, rank),
+            part(of_experts_, experts),
+            std::clamp<std::int64_t>(uneven - at.expert * local_experts_, 0, local_experts_),
+            at.sequence,
+            at.tensor};
   }
 
  private:
   parallel::MeshShape shape_;
-  std::vector<std::int64_t> of_dense_, of_experts_;  // places along a group where the rows of some tensor change
-  std::int64_t local_experts_ = 0, uneven_slots_ = 0;
+  std::vector<std::int64_t> of_dense_, of_all_, of_experts_;  // places along a group where the rows of some tensor change
+  std::int64_t local_experts_ = 0, experts_ = 0, experts_per_token_ = 0, tokens_ = 0;
 };
 
 // a * b of what the job asks for, or one clear Error.
@@ -140,6 +150,10 @@ DryStep run_dry(const Config& c, int rank) {
     return t;
   };
   DryStep d;
+  if (trainer.results() && !trainer.results()->decided()) {
+    traffic_of_step();  // tells what there is to choose from
+    trainer.results()->assume();
+  }
   d.traffic = traffic_of_step();
   if (const std::int64_t micro_batches = c.training.gradient_accumulation; micro_batches > 1) {
     batches.push_back(batches[0]);
@@ -152,11 +166,9 @@ DryStep run_dry(const Config& c, int rank) {
   }
   d.plan.device_bytes = trainer.memory().peaks();
   d.plan.device_total = trainer.memory().peak();
-  if (c.checkpoint.async && c.checkpoint.every > 0) {
-    Memory host(Device::dry);
-    const HostCopy copy(host, saved_rows(trainer));
-    d.plan.host_bytes = host.peaks();
-  }
+  std::optional<HostCopy> copy;
+  if (c.checkpoint.async && c.checkpoint.every > 0) copy.emplace(trainer.host_memory(), saved_rows(trainer));
+  d.plan.host_bytes = trainer.host_memory().peaks();
   return d;
 }
 

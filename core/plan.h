@@ -32,7 +32,7 @@ struct RankPlan {
   int rank = 0, count = 1;            // ranks that are alike, this one the first of them
   std::array<std::int64_t, kCategories> device_bytes{};  // each category's own peak in the step
   std::int64_t device_total = 0;      // peak of their sum
-  std::array<std::int64_t, kCategories> host_bytes{};    // of the copy that checkpoint.async writes from
+  std::array<std::int64_t, kCategories> host_bytes{};  // of the copy that checkpoint.async writes from, and of cached results
 };
 struct Plan {
   ParameterCounts parameters;

@@ -26,13 +26,17 @@ Tensor by_head(Tensor w, std::int64_t heads) { return w.present() ? w.reshape({h
 bool drops(const Pass& pass, const Adapter& adapter) { return adapter.dropout > 0 && pass.mode != PassMode::evaluate; }
 
 void drop(Pass& pass, const Adapter& adapter, ConstTensor x, Tensor y) {
+  const std::int64_t width = pass.table[adapter.a].shape[1];
+  const std::int64_t column = x.shape[1] < width ? parallel::part_of(width, pass.tensor->rank(), pass.tensor->ranks()).begin : 0;
   for (const Text& text : pass.text)
     ops::dropout(pass.ctx, ops::Dropout{.seed = pass.config.run.seed,
                                         .stream = ops::stream_of(pass.table[adapter.a].name),
                                         .first_token = text.place,
                                         .share = adapter.dropout,
                                         .x = x.rows(text.begin, text.end),
-                                        .y = y.rows(text.begin, text.end)});
+                                        .y = y.rows(text.begin, text.end),
+                                        .column = column,
+                                        .width = width});
 }
 
 // What A multiplies.
@@ -164,6 +168,11 @@ void project(Pass& pass, int id, ConstTensor x, Tensor y, bool add) {
   Scope scope(pass.ctx.scratch);
   const Tensor low = reduced(pass, adapter, inputs(pass, adapter, x));
   ops::linear(pass.ctx, ops::LinearForward{.x = low, .w = pass.params.weight(adapter.b), .y = y, .add = true});
+}
+
+void project_result(Pass& pass, int id, ConstTensor x, Tensor& y, Shape shape, DType dtype) {
+  auto result = pass.result(ResultOp::linear, {{&y, dtype, shape}});
+  result.compute([&] { project(pass, id, x, y); });
 }
 
 void project_backward(Pass& pass, int id, ConstTensor dy, ConstTensor x, Tensor dx, bool add_dx) {
@@ -335,9 +344,32 @@ void project_heads_backward(Pass& pass, int id, const HeadSlice& s, ConstTensor 
   }
 }
 
+namespace {
+
+// The labels among this rank's words, and statistics over everyone's.
+void cut_vocabulary(Pass& pass, std::int64_t V, ops::CrossEntropy& loss) {
+  const parallel::TensorSplit& tensor = *pass.tensor;
+  auto& ctx = pass.ctx;
+  const auto words = parallel::part_of(V, tensor.rank(), tensor.ranks());
+  const Tensor labels = ctx.scratch.take(DType::i32, loss.labels.shape);
+  ops::local_ids(ctx, ops::LocalIds{.ids = loss.labels, .first = words.begin, .count = words.count(), .words = V, .y = labels});
+  loss.labels = labels;
+  if (tensor.rank() != 0) loss.loss = ctx.scratch.zeros(loss.loss.dtype, {1});
+  loss.merge = [&](Tensor running) {
+    Scope scope(ctx.scratch);
+    const Tensor parts = ctx.scratch.take(running.dtype, {tensor.ranks(), running.shape[0], running.shape[1]});
+    tensor.gather_values(running, parts);
+    ops::merge_sums(ctx, ops::MergeSums{.parts = parts, .all = running});
+  };
+}
+
+}  // namespace
+
 // With an adapter the logits are those of [x | scale A drop(x)] and [W | B], so that the loss is cut in blocks as ever; the
 // gradient of [W | B] is made whole for the sake of B's columns.
 void project_loss(Pass& pass, int id, ops::CrossEntropy loss) {
+  Scope scope(pass.ctx.scratch);
+  if (pass.tensor) cut_vocabulary(pass, pass.table[id].shape[0], loss);
   const ConstTensor w = pass.params.weight(id);
   const bool trains = loss.dhidden.present();
   const Adapter& adapter = pass.table[id].adapter;
@@ -348,7 +380,6 @@ void project_loss(Pass& pass, int id, ops::CrossEntropy loss) {
     loss.write_dweight = write;
     return ops::cross_entropy(pass.ctx, loss);
   }
-  Scope scope(pass.ctx.scratch);
   const ConstTensor x = loss.hidden, b = pass.params.weight(adapter.b);
   const std::int64_t T = x.shape[0], V = w.shape[0], D = w.shape[1], rank = b.shape[1];
   const auto beside = [&](ConstTensor left, ConstTensor right) {

@@ -15,6 +15,12 @@ namespace moetrain::core {
 void project(Pass& pass, int id, ConstTensor x, Tensor y, bool add = false);
 void project_backward(Pass& pass, int id, ConstTensor dy, ConstTensor x, Tensor dx, bool add_dx = false);
 
+// The same into a tensor that backward needs: made, or found again (core/result_cache.h). Absent: of `shape`; else there already.
+void project_result(Pass& pass, int id, ConstTensor x, Tensor& y, Shape shape, DType dtype);
+inline void project_result(Pass& pass, int id, ConstTensor x, Tensor& y, Shape shape) {
+  project_result(pass, id, x, y, shape, pass.dtype);
+}
+
 // The rows of each expert of a part through its own matrix.
 void project_grouped(Pass& pass, int id, const parallel::ExchangePart& part, ConstTensor x, Tensor y);
 void project_grouped_backward(Pass& pass, int id, const parallel::ExchangePart& part, ConstTensor dy, Tensor dx);
@@ -50,7 +56,9 @@ struct HeadSlice {
 void project_heads(Pass& pass, int id, const HeadSlice& slice, ConstTensor x, Tensor y);
 void project_heads_backward(Pass& pass, int id, const HeadSlice& slice, ConstTensor dy, ConstTensor x, Tensor dx);
 
-// The loss of the logits x W^T and, where loss.dhidden is given, all gradients; weight and its gradient are filled in here.
+// The loss of the logits x W^T and, where loss.dhidden is given, all gradients; weight and its gradient are filled in here. Where
+// ranks have parts of the vocabulary, labels are those of all of it, dhidden is this part's share, and the loss is added by the
+// first alone.
 void project_loss(Pass& pass, int id, ops::CrossEntropy loss);
 
 }  // namespace moetrain::core

@@ -207,13 +207,16 @@ class Run {
                    trainer_.progress().step);
     for (const auto& remark : remarks_) spdlog::warn("{}", remark);
     const auto counts = count_parameters(config_);
+    const auto axis = [](const char* name, int ranks) {
+      return ranks > 1 ? std::string(" x ") + name + " " + std::to_string(ranks) : "";
+    };
     spdlog::info(
-        "{}: {} parameters, {} active a token; {} ranks: data {} x expert {}{}; {} sequences of {} tokens a step; {} windows of "
+        "{}: {} parameters, {} active a token; {} ranks: data {} x expert {}{}{}; {} sequences of {} tokens a step; {} windows of "
         "training data",
         config_.run.name, counts.total, counts.active_per_token, control_.size(), config_.parallel.data_parallel,
-        config_.parallel.expert_parallel,
-        config_.parallel.sequence_parallel > 1 ? " x sequence " + std::to_string(config_.parallel.sequence_parallel) : "",
-        config_.sequences_per_step(), config_.data.sequence_length, train_->windows());
+        config_.parallel.expert_parallel, axis("sequence", config_.parallel.sequence_parallel),
+        axis("tensor", config_.parallel.tensor_parallel), config_.sequences_per_step(), config_.data.sequence_length,
+        train_->windows());
   }
 
   void one_step() {
@@ -224,6 +227,7 @@ class Run {
     const auto waited = trainer_.mesh().traffic().exposed_seconds;
     std::vector<io::Batch> batches;
     together(control_, [&] { batches = trainer_.next_batches(*train_); });
+    const bool undecided = trainer_.results() && !trainer_.results()->decided();
     const StepResult result = trainer_.step(batches);
     reached();
     times_.collect();  // the device's last op too is in the time of a profiled step
@@ -248,6 +252,7 @@ class Run {
     measure(result, m);
     together(control_, [&] { report(result, m); });
     if (profiled && run_steps_ == config_.monitor.profile_steps) report_times();
+    if (undecided && trainer_.results()->decided() && main_rank()) spdlog::info("{}", table_of(trainer_.results()->candidates()));
     if (config_.checkpoint.every > 0 && result.step % config_.checkpoint.every == 0) {
       control_.enter(parallel::Phase::save);
       saved_step_ = result.step;
@@ -261,9 +266,16 @@ class Run {
       std::int64_t device_peak_bytes, host_peak_bytes;
       double exposed_comm_seconds;
       std::uint64_t calls;
+      ResultCache::Figures cache;
+      std::int64_t cache_host_bytes;
     };
-    const Measured mine{trainer_.memory().peak(), host_peak_bytes(), m.exposed_comm_seconds,
-                        control_.journal() ? control_.journal()->balance() : 0};
+    ResultCache* results = trainer_.results();
+    const Measured mine{trainer_.memory().peak(),
+                        host_peak_bytes(),
+                        m.exposed_comm_seconds,
+                        control_.journal() ? control_.journal()->balance() : 0,
+                        results ? results->take_figures() : ResultCache::Figures{},
+                        results ? results->host_bytes() : 0};
     std::vector<Measured> all(std::size_t(control_.size()));
     const parallel::Communicator::Gather piece{&mine, all.data(), sizeof mine};
     control_.all_gather({&piece, 1});
@@ -273,6 +285,12 @@ class Run {
       m.host_peak_bytes = std::max(m.host_peak_bytes, one.host_peak_bytes);
       m.exposed_comm_seconds = std::max(m.exposed_comm_seconds, one.exposed_comm_seconds);
       calls += one.calls;
+      if (!results) continue;
+      if (!m.cache) m.cache = {.saved_seconds = one.cache.saved_seconds};
+      m.cache->hits += one.cache.hits;
+      m.cache->late += one.cache.late;
+      m.cache->saved_seconds = std::min(m.cache->saved_seconds, one.cache.saved_seconds);
+      m.cache_host_bytes = std::max(m.cache_host_bytes, one.cache_host_bytes);
     }
     if (calls != 0) {
       const auto found = parallel::find_difference(control_);

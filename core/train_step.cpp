@@ -49,6 +49,8 @@ StepResult Trainer::step(std::span<const io::Batch> micro_batches) {
     update_balance(result);
   }
   params_->publish();
+  if (results_ && !results_->decided() && result.skipped != Skipped::no_labels && memory_.device() != Device::dry)
+    results_->decide(*mesh_.world().control, config_.memory.cache.host.bytes > 0 ? link_bytes_per_second(memory_.device()) : 1);
   progress_.step = result.step;
   progress_.sequences += config_.sequences_per_step();
   progress_.tokens += totals.tokens;
@@ -56,9 +58,10 @@ StepResult Trainer::step(std::span<const io::Batch> micro_batches) {
 }
 
 // Counted before the first backward, so that every term of the loss has its final scale. A sequence counts where its first slice
-// is. On Device::dry a batch is its offsets alone, and every token counts as labelled.
+// is, and a slice once, whoever shares it. On Device::dry a batch is its offsets alone, and every token counts as labelled.
 Trainer::Totals Trainer::count(std::span<const io::Batch> batches) {
   std::int64_t sums[3] = {};
+  if (mesh_.here().tensor != 0 && memory_.device() != Device::dry) batches = {};
   for (const io::Batch& b : batches) {
     sums[0] += memory_.device() == Device::dry ? b.sequences.back() : b.label_count();
     sums[1] += b.sequences.back();
@@ -96,6 +99,35 @@ void Trainer::place(const io::Batch& b, std::int64_t first_sequence, MicroBatch&
   m.documents.slices = B;
 }
 
+// The rows of a slice that are this rank's, as a slice of its slices.
+std::unique_ptr<MicroBatch> Trainer::share_of(const MicroBatch& slice) {
+  const auto here = tensor_->rows(slice.T());
+  auto m = std::make_unique<MicroBatch>();
+  m->tokens = slice.tokens.rows(here.begin, here.end);
+  m->labels = slice.labels.rows(here.begin, here.end);
+  const auto inside = [&](std::int64_t row) { return std::clamp(row, here.begin, here.end) - here.begin; };
+  for (const std::int64_t offset : slice.sequences) m->own_sequences.push_back(inside(offset));
+  m->sequences = m->own_sequences;
+  m->lengths = slice.lengths;
+  for (std::size_t n = 1; slice.lengths.empty() && n < slice.sequences.size(); ++n)
+    m->lengths.push_back(slice.sequences[n] - slice.sequences[n - 1]);
+  for (const Text& t : slice.text) {
+    const std::int64_t begin = inside(t.begin), end = inside(t.end);
+    if (begin < end) m->text.push_back({begin, end, t.place + begin + here.begin - t.begin});
+  }
+  const ops::Documents& all = slice.documents;
+  m->own_starts = {0};
+  for (std::int64_t n = 0; n < all.count(); ++n) {
+    const std::int64_t begin = std::max(all.begin(n), here.begin), end = std::min(all.end(n), here.end);
+    if (begin >= end) continue;
+    const std::int64_t before = all.before(n) + begin - all.begin(n);
+    m->own_starts.push_back(end - here.begin);
+    m->pieces.push_back({before, all.first_key(n), before > 0 ? 0 : -1, -1});
+  }
+  m->documents = {.starts = m->own_starts, .pieces = m->pieces, .slices = 1};
+  return m;
+}
+
 MicroBatch Trainer::upload(const io::Batch& b, std::int64_t first_sequence) {
   mesh_.settle();  // the copies below wait for the device, and would wait for ever for a peer that is gone
   const std::int64_t T = b.sequences.back();
@@ -115,10 +147,12 @@ MicroBatch Trainer::upload(const io::Batch& b, std::int64_t first_sequence) {
   m.labels = put(b.labels);
   m.sequences = b.sequences;
   place(b, first_sequence, m);
+  if (tensor_) m.share = share_of(m);
   return m;
 }
 
 Pass Trainer::make_pass(const MicroBatch& batch, const Totals& totals, PassMode mode) {
+  const MicroBatch& here = batch.share ? *batch.share : batch;
   auto one_over = [](std::int64_t n) { return n > 0 ? 1 / double(n) : 0; };
   return {.ctx = ctx_,
           .kept = kept_,
@@ -126,18 +160,22 @@ Pass Trainer::make_pass(const MicroBatch& batch, const Totals& totals, PassMode 
           .table = table_,
           .exchange = exchange_.get(),
           .sequence = sequence_.get(),
-          .balanced = config_.moe.auxiliary_scope == AuxiliaryScope::global_batch ? *mesh_.world().data : *mesh_.sequence().data,
+          .tensor = tensor_.get(),
+          .balanced = config_.moe.auxiliary_scope == AuxiliaryScope::global_batch ? *mesh_.world().data : *mesh_.readers().data,
           .everyone = *mesh_.world().data,
           .everyone_on_host = *mesh_.world().control,
           .config = config_,
-          .batch = batch,
+          .batch = &here,
+          .slice = &batch,
+          .rows_here = &here,
           .scales = {one_over(totals.labels), one_over(totals.tokens), one_over(totals.sequences)},
           .losses = {lm_.view(), balance_.view(), indexer_.view()},
           .balance = {counts_.view(), histogram_.view(), shared_counts_.view()},
           .rows = rows_,
           .mode = mode,
           .dtype = config_.run.dtype,
-          .text = batch.text};
+          .results = mode == PassMode::train ? results_.get() : nullptr,
+          .text = here.text};
 }
 
 void Trainer::zero_sums() {

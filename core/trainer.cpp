@@ -1,6 +1,8 @@
 // trainer.cpp -- bring-up of a run's state, fresh weights, and evaluation.
 #include "core/trainer.h"
 
+#include <algorithm>
+
 #include "core/lora.h"
 #include "core/together.h"
 #include "ops/random.h"
@@ -11,9 +13,18 @@ namespace {
 
 // A job that leaves the device open is planned for a GPU where this build knows one: plans are made where no GPU is.
 Device planned_device(const Config& c) {
-  const bool cpu = c.run.device == DeviceChoice::cpu || c.run.dtype == DType::f64 || c.moe.capacity_factor > 0 ||
-                   c.parallel.sequence_parallel > 1 || (c.run.device == DeviceChoice::automatic && !kHasCuda);
+  const bool cpu = c.run.device == DeviceChoice::cpu || c.cpu_only() || (c.run.device == DeviceChoice::automatic && !kHasCuda);
   return cpu ? Device::cpu : Device::cuda;
+}
+
+std::optional<CacheBudget> cache_budget(const MemoryConfig& m) {
+  if (m.activation_checkpointing == Checkpointing::selective) return CacheBudget{.all = true};
+  if (m.cache.ops.empty()) return {};
+  CacheBudget budget{.forced = m.cache.ops[0] != "auto", .device_bytes = m.cache.device.bytes, .host_bytes = m.cache.host.bytes};
+  for (int op = 0; op < kResultOps; ++op)
+    if (!budget.forced || std::find(m.cache.ops.begin(), m.cache.ops.end(), name_of(ResultOp(op))) != m.cache.ops.end())
+      budget.ops.push_back(ResultOp(op));
+  return budget;
 }
 
 }  // namespace
@@ -22,25 +33,36 @@ Trainer::Trainer(const Config& config, std::unique_ptr<parallel::Communicator> w
     : config_(config),
       mesh_(config.parallel.mesh(), std::move(world), device),
       memory_(device),
+      host_memory_(device == Device::dry ? Device::dry : Device::cpu),
       scratch_(memory_, Category::workspace, poison),
       kept_(memory_, Category::activations, poison),
       blas_(ops::make_blas(memory_)),
       ctx_{.scratch = scratch_, .blas = blas_.get(), .plans_for = planned_device(config)},
-      model_(config.model, table_) {
+      model_(config.model, table_, config.parallel.tensor_parallel) {
   together(*mesh_.world().control, [&] { allocate(poison); });
 }
 
 void Trainer::allocate(bool poison) {
   choose_trained(config_, table_);
   layout_ = make_layout(config_, table_, mesh_);
-  params_ = std::make_unique<parallel::ShardedParams>(memory_, layout_.tensors, layout_.units, config_.parallel.reshard_after_use, poison);
-  optimizer_ = std::make_unique<Optimizer>(memory_, config_.optimizer, table_, *params_);
+  params_ = std::make_unique<parallel::ShardedParams>(
+      memory_, layout_.tensors, layout_.units,
+      parallel::ShardedParams::Options{config_.parallel.reshard_after_use, config_.parallel.bucket_size.bytes, poison,
+                                       &host_memory_});
+  optimizer_ = std::make_unique<Optimizer>(
+      memory_, Optimizer::Offload{config_.memory.offload.optimizer ? &host_memory_ : nullptr, config_.memory.offload.slice.bytes},
+      config_.optimizer, table_, *params_);
   const std::int64_t layers = model_.moe_layers(), E = config_.model.num_experts;
   if (layers > 0)
     exchange_ = std::make_unique<parallel::ExpertExchange>(*mesh_.expert().data, *mesh_.expert().control, E, config_.moe.overlap_chunks);
 
   if (const int slices = mesh_.shape().sequence; slices > 1)
     sequence_ = std::make_unique<parallel::SequenceSplit>(*mesh_.sequence().data, config_.data.sequence_length / slices);
+
+  if (mesh_.shape().tensor > 1) tensor_ = std::make_unique<parallel::TensorSplit>(*mesh_.tensor().data);
+
+  if (const auto budget = cache_budget(config_.memory))
+    results_ = std::make_unique<ResultCache>(memory_, host_memory_, *budget, int(config_.model.num_hidden_layers));
 
   const DType real = real_of(config_.run.dtype);
   auto own = [&](DType dtype, Shape shape) { return OwnedTensor(memory_, Category::workspace, dtype, shape); };
@@ -50,7 +72,7 @@ void Trainer::allocate(bool poison) {
   counts_ = own(DType::i64, {layers, E});
   if (config_.moe.balance == Balance::quantile && layers > 0) histogram_ = own(DType::i64, {layers, E, config_.moe.quantile_bins});
   const AuxiliaryScope scope = config_.moe.auxiliary_scope;
-  if (config_.moe.balance == Balance::auxiliary && (scope == AuxiliaryScope::global_batch || sequence_))
+  if (config_.moe.balance == Balance::auxiliary && (scope == AuxiliaryScope::global_batch || mesh_.readers().data->size() > 1))
     shared_counts_ = own(DType::i64, {layers, scope == AuxiliaryScope::sequence ? config_.training.micro_batch_size : 1, E});
 }
 
@@ -62,20 +84,21 @@ void Trainer::initialize() {
 void Trainer::initialize(int i) {
   if (memory_.device() == Device::dry) return;
   const auto rows = params_->update_rows(i);
-  const auto first = layout_.first_row[std::size_t(i)];
+  const auto first = layout_.first_row[std::size_t(i)], column = layout_.first_column[std::size_t(i)];
   const parallel::Rows whole{first + rows.begin, first + rows.end};
   auto fresh = [&](Tensor to) {
     if (!to.present()) return;
     if (table_[i].init == Init::normal)
       return ops::random_normal(ctx_, ops::RandomNormal{.seed = config_.run.seed,
                                                         .stream = ops::stream_of(table_[i].name),
-                                                        .first = whole.begin * table_[i].shape.row(),
+                                                        .first = whole.begin * table_[i].shape.row() + column,
                                                         .deviation = config_.model.initializer_range,
-                                                        .y = to});
+                                                        .y = to,
+                                                        .stride = table_[i].shape.row()});
     if (memory_.device() == Device::cpu)
-      return initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, to);
+      return initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, to, column);
     std::vector<std::byte> host(std::size_t(to.bytes()));
-    initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, {host.data(), to.dtype, to.shape});
+    initialize_rows(table_[i], config_.model.initializer_range, config_.run.seed, whole, {host.data(), to.dtype, to.shape}, column);
     copy_to_device(memory_.device(), to.data, host.data(), to.bytes());
   };
   fresh(params_->stored(i, rows));
@@ -119,7 +142,7 @@ std::optional<double> Trainer::evaluate(std::span<const io::Batch> batches, Tens
   zero_sums();
   std::int64_t labels = 0;
   for (const io::Batch& host : batches) {
-    labels += host.label_count();
+    if (mesh_.here().tensor == 0) labels += host.label_count();
     Scope scope(kept_);
     const MicroBatch batch = upload(host);
     Pass pass = make_pass(batch, {}, PassMode::evaluate);

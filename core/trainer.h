@@ -59,6 +59,8 @@ class Trainer {
   parallel::ShardedParams& params() { return *params_; }
   Optimizer& optimizer() { return *optimizer_; }
   Memory& memory() { return memory_; }
+  Memory& host_memory() { return host_memory_; }  // that the device's results and state lie in
+  ResultCache* results() { return results_.get(); }
   ops::Context& context() { return ctx_; }
   io::Slice slice() const { return {mesh_.here().sequence, mesh_.shape().sequence}; }  // of every sequence, that is here
   Progress progress() const;
@@ -77,6 +79,7 @@ class Trainer {
  private:
   std::int64_t first_sequence(std::int64_t micro_batch) const;  // of the next step, of all that the run reads
   void place(const io::Batch& batch, std::int64_t first_sequence, MicroBatch& placed) const;
+  std::unique_ptr<MicroBatch> share_of(const MicroBatch& slice);
   void allocate(bool poison);  // this rank's share of weights, gradients and optimizer state
   void reduce_losses(const Totals& totals, StepResult& result);
   void reduce_counts(StepResult& result);
@@ -84,7 +87,7 @@ class Trainer {
 
   Config config_;
   parallel::Mesh mesh_;
-  Memory memory_;
+  Memory memory_, host_memory_;
   Stack scratch_, kept_;
   ops::OwnedBlas blas_;
   ops::Context ctx_;
@@ -95,6 +98,8 @@ class Trainer {
   std::unique_ptr<Optimizer> optimizer_;
   std::unique_ptr<parallel::ExpertExchange> exchange_;
   std::unique_ptr<parallel::SequenceSplit> sequence_;
+  std::unique_ptr<parallel::TensorSplit> tensor_;
+  std::unique_ptr<ResultCache> results_;
   OwnedTensor lm_, balance_, indexer_, counts_, histogram_, shared_counts_;
   RowSums rows_;
   Progress progress_;

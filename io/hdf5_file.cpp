@@ -170,23 +170,30 @@ std::int64_t Hdf5File::reserve(const std::string& name, DType dtype, Shape shape
 void Hdf5File::write(const std::string& name, ConstTensor all) {
   const InHdf5 turn;
   if (!has(name)) create_dataset(name, all.dtype, all.shape);
-  transfer(name, 0, all.shape, true, all.dtype, nullptr, all.data);
+  transfer(name, {Part::Of::all}, all.shape, all.dtype, nullptr, all.data);
 }
 
 void Hdf5File::write_rows(const std::string& name, std::int64_t row_begin, ConstTensor rows) {
   const InHdf5 turn;
-  transfer(name, row_begin, rows.shape, false, rows.dtype, nullptr, rows.data);
+  transfer(name, {Part::Of::rows, row_begin}, rows.shape, rows.dtype, nullptr, rows.data);
 }
 
-void Hdf5File::read(const std::string& name, Tensor all) const { transfer(name, 0, all.shape, true, all.dtype, all.data, nullptr); }
+void Hdf5File::read(const std::string& name, Tensor all) const {
+  transfer(name, {Part::Of::all}, all.shape, all.dtype, all.data, nullptr);
+}
 
 void Hdf5File::read_rows(const std::string& name, std::int64_t row_begin, Tensor rows) const {
   const InHdf5 turn;
-  transfer(name, row_begin, rows.shape, false, rows.dtype, rows.data, nullptr);
+  transfer(name, {Part::Of::rows, row_begin}, rows.shape, rows.dtype, rows.data, nullptr);
+}
+
+void Hdf5File::read_block(const std::string& name, std::int64_t row_begin, std::int64_t column_begin, Tensor block) const {
+  const InHdf5 turn;
+  transfer(name, {Part::Of::columns, row_begin, column_begin}, block.shape, block.dtype, block.data, nullptr);
 }
 
 // Rows in either direction: into `to` if it is there, else out of `from`.
-void Hdf5File::transfer(const std::string& name, std::int64_t row_begin, const Shape& rows, bool whole, DType dtype, void* to,
+void Hdf5File::transfer(const std::string& name, const Part& part, const Shape& rows, DType dtype, void* to,
                         const void* from) const {
   const InHdf5 turn;
   const Id dataset = own(H5Dopen2(file_.get(), name.c_str(), H5P_DEFAULT), path_, "open " + name);
@@ -197,14 +204,21 @@ void Hdf5File::transfer(const std::string& name, std::int64_t row_begin, const S
   const Id space = own(H5Dget_space(dataset.get()), path_, "ask for the shape of " + name);
   const Extent all = extent_of(space.get(), path_);
   const Shape shape = shape_of(all);
-  bool fits = whole ? shape == rows : shape.rank() > 0 && shape.rank() == rows.rank() && shape.with_dim0(rows[0]) == rows;
+  const bool whole = part.of == Part::Of::all, columns = part.of == Part::Of::columns;
+  const std::int64_t row_begin = part.row_begin;
+  bool fits =
+      whole ? shape == rows : shape.rank() > 0 && shape.rank() == rows.rank() && (columns || shape.with_dim0(rows[0]) == rows);
   fits = fits && (whole || (row_begin >= 0 && row_begin + rows[0] <= shape[0]));
+  fits = fits && (!columns || (rows.rank() == 2 && part.column_begin >= 0 && part.column_begin + rows[1] <= shape[1]));
   if (!fits)
     throw Error(path_ + ": " + name + " is " + shape.text() + ", " + rows.text() + " at row " + std::to_string(row_begin) +
-                " does not fit");
+                (columns ? ", column " + std::to_string(part.column_begin) : "") + " does not fit");
   if (rows.count() == 0) return;
   const std::int64_t row_end = row_begin + (rows.rank() > 0 ? rows[0] : 1);
-  if (rows.rank() > 0) select_rows(space.get(), all, row_begin, row_end - row_begin, path_);
+  if (columns)
+    select_block(space.get(), row_begin, rows[0], {part.column_begin, rows[1]}, path_);
+  else if (rows.rank() > 0)
+    select_rows(space.get(), all, row_begin, row_end - row_begin, path_);
   const Id memory = space_for(extent_of(rows));
   if (from != nullptr) {
     h5_ok(H5Dwrite(dataset.get(), type.get(), memory.get(), space.get(), H5P_DEFAULT, from), path_, "write " + name);

@@ -22,13 +22,15 @@ struct DatasetInfo {
   bool integers = false;  // of any width and sign
 };
 
-// Rows [row_begin, row_begin + rows) of a virtual data set are the whole of `dataset` in `file`, a path relative to the folder of
-// the file that holds the virtual one.
+// Rows [row_begin, row_begin + rows) of a virtual data set, or of those the columns [column_begin, column_begin + columns), are the
+// whole of `dataset` in `file`, a path relative to the folder of the file that holds the virtual one. Columns are those of dim 1,
+// of two.
 struct VirtualSource {
   std::string file;
   std::string dataset;
   std::int64_t row_begin = 0;
   std::int64_t rows = 0;
+  std::int64_t column_begin = 0, columns = 0;  // 0: all
 };
 
 void close_hdf5_file(std::int64_t file) noexcept;
@@ -57,6 +59,8 @@ class Hdf5File {
   void write_rows(const std::string& name, std::int64_t row_begin, ConstTensor rows);
   void read(const std::string& name, Tensor all) const;
   void read_rows(const std::string& name, std::int64_t row_begin, Tensor rows) const;
+  // Of rows of two dims the columns from column_begin on that `block` has.
+  void read_block(const std::string& name, std::int64_t row_begin, std::int64_t column_begin, Tensor block) const;
   std::vector<std::int64_t> read_integers(const std::string& name, std::int64_t begin, std::int64_t count) const;  // 1-D, any width
   void write_unsigned(const std::string& name, int bits, const std::vector<std::int64_t>& values);  // 1-D of 16 or 32 bits
 
@@ -82,8 +86,11 @@ class Hdf5File {
   Hdf5File(std::string path, File file, bool writes);
   void check_disk() const;  // every write so far has been taken
   std::vector<std::string> links(const std::string& group, int kind) const;
-  void transfer(const std::string& name, std::int64_t row_begin, const Shape& rows, bool whole, DType dtype, void* to,
-                const void* from) const;
+  struct Part {  // of a data set that is moved
+    enum class Of : std::uint8_t { all, rows, columns } of;
+    std::int64_t row_begin = 0, column_begin = 0;
+  };
+  void transfer(const std::string& name, const Part& part, const Shape& rows, DType dtype, void* to, const void* from) const;
   void check_complete(const std::string& name, int depth) const;
   void check_sources(const std::string& name, std::int64_t dataset, std::int64_t row_begin, std::int64_t row_end) const;
 

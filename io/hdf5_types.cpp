@@ -173,6 +173,11 @@ void select_rows(hid_t space, const Extent& all, std::int64_t begin, std::int64_
   h5_ok(H5Sselect_hyperslab(space, H5S_SELECT_SET, start.data(), nullptr, block.data(), nullptr), path, "select rows");
 }
 
+void select_block(hid_t space, std::int64_t begin, std::int64_t count, Columns columns, const std::string& path) {
+  const hsize_t start[] = {hsize_t(begin), hsize_t(columns.begin)}, block[] = {hsize_t(count), hsize_t(columns.count)};
+  h5_ok(H5Sselect_hyperslab(space, H5S_SELECT_SET, start, nullptr, block, nullptr), path, "select rows and columns");
+}
+
 Id link_creation() {
   Id links(H5Pcreate(H5P_LINK_CREATE));
   if (H5Pset_create_intermediate_group(links.get(), 1) < 0 || H5Pset_char_encoding(links.get(), H5T_CSET_UTF8) < 0)

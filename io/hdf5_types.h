@@ -39,5 +39,10 @@ Shape shape_of(const Extent& extent);
 Id space_for(const Extent& extent);
 Id link_creation();  // names are UTF-8 and make the groups they name
 void select_rows(hid_t space, const Extent& all, std::int64_t begin, std::int64_t count, const std::string& path);
+// Of rows of two dims.
+struct Columns {
+  std::int64_t begin, count;
+};
+void select_block(hid_t space, std::int64_t begin, std::int64_t count, Columns columns, const std::string& path);
 
 }  // namespace moetrain::io

@@ -95,8 +95,16 @@ void Hdf5File::create_virtual(const std::string& name, DType dtype, Shape shape,
           "hdf5: rows of a source lie outside the virtual data set",
           {{"row_begin", source.row_begin}, {"rows", source.rows}, {"of", shape[0]}});
     if (source.rows == 0) continue;
-    const Id here = space_for(all), there = space_for(extent_of(shape.with_dim0(source.rows)));
-    select_rows(here.get(), all, source.row_begin, source.rows, path_);
+    const bool columns = source.columns > 0;
+    check(!columns || (shape.rank() == 2 && source.column_begin >= 0 && source.column_begin + source.columns <= shape[1]),
+          "hdf5: columns of a source lie outside the virtual data set",
+          {{"column_begin", source.column_begin}, {"columns", source.columns}, {"of", shape.rank() == 2 ? shape[1] : 0}});
+    const Shape part = columns ? Shape{source.rows, source.columns} : shape.with_dim0(source.rows);
+    const Id here = space_for(all), there = space_for(extent_of(part));
+    if (columns)
+      select_block(here.get(), source.row_begin, source.rows, {source.column_begin, source.columns}, path_);
+    else
+      select_rows(here.get(), all, source.row_begin, source.rows, path_);
     h5_ok(H5Pset_virtual(layout.get(), here.get(), source.file.c_str(), source.dataset.c_str(), there.get()), path_,
           "map " + name + " to " + source.file);
   }

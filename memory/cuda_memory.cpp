@@ -42,7 +42,9 @@ void release(void* data) noexcept {
 }
 
 void copy_in(void* to, const void* from_host, std::int64_t bytes) { cuda_ok(cudaMemcpy(to, from_host, std::size_t(bytes), cudaMemcpyDefault)); }
-void copy_out(void* to_host, const void* from, std::int64_t bytes) { cuda_ok(cudaMemcpy(to_host, from, std::size_t(bytes), cudaMemcpyDeviceToHost)); }
+void copy_out(void* to_host, const void* from, std::int64_t bytes) {
+  cuda_ok(cudaMemcpy(to_host, from, std::size_t(bytes), cudaMemcpyDefault));
+}
 void fill(void* data, int byte, std::int64_t bytes) { cuda_ok(cudaMemset(data, byte, std::size_t(bytes))); }
 
 std::string bus_of(int index) {

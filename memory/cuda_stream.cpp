@@ -42,15 +42,11 @@ Stream::~Stream() { warn_unless_ok(cudaStreamDestroy(stream_), "cudaStreamDestro
 
 void release_pinned(void* data) noexcept { warn_unless_ok(cudaFreeHost(data), "cudaFreeHost"); }
 
-namespace {
-
-Handle<void*, release_pinned> pinned(std::int64_t bytes) {
+Pinned pinned(std::int64_t bytes) {
   void* data = nullptr;
   cuda_ok(cudaMallocHost(&data, std::size_t(bytes)));
-  return Handle<void*, release_pinned>(data);
+  return Pinned(data);
 }
-
-}  // namespace
 
 Link::Link(std::int64_t bytes) : bytes_(bytes), down_(pinned(bytes)), up_(pinned(bytes)), stream_(/*urgent=*/true) {}
 void Link::fetch(const void* from, std::int64_t bytes) {
@@ -68,6 +64,15 @@ void Link::push(void* to, const void* data, std::int64_t bytes) {
   cuda_ok(cudaMemcpyAsync(to, up_.get(), std::size_t(bytes), cudaMemcpyHostToDevice, nullptr));
   gone_.record(nullptr);
 }
+
+void Ferry::copy(void* to, const void* from, std::int64_t bytes, Event& done) {
+  ready_.record(nullptr);
+  wait(stream_.get(), ready_);
+  cuda_ok(cudaMemcpyAsync(to, from, std::size_t(bytes), cudaMemcpyDefault, stream_.get()));
+  done.record(stream_.get());
+}
+
+void Ferry::follow(const Event& event) { wait(stream_.get(), event); }
 
 void push_range(const char* name) { nvtxRangePushA(name); }
 void pop_range() noexcept { nvtxRangePop(); }

@@ -57,6 +57,21 @@ class Link {
   Event ready_, arrived_, gone_;
 };
 
+using Pinned = Handle<void*, release_pinned>;
+Pinned pinned(std::int64_t bytes);  // host memory that the device copies from and to by itself
+
+// Large blocks between pinned memory and the device, on a stream of its own: neither the host nor the default stream stands still.
+// A copy begins once the default stream has done its work so far, and has done when `done` is reached.
+class Ferry {
+ public:
+  void copy(void* to, const void* from, std::int64_t bytes, Event& done);
+  void follow(const Event& event);  // the next copies come after it
+
+ private:
+  Stream stream_;
+  Event ready_;
+};
+
 void wait(CUstream_st* stream, const Event& for_it);  // work queued from now on waits, the host does not
 
 }  // namespace moetrain::cuda

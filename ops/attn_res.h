@@ -66,13 +66,14 @@ struct AttnResBackward {
   double eps;
   ConstTensor weights;               // (T, Z) real
   std::span<const Tensor> dsources;  // Z of (T, D) real; add
-  Tensor dgamma;                     // (D) real; adds; absent (with dquery): frozen
-  Tensor dquery;                     // (1, D) real; adds
+  Tensor dgamma;                     // (D) real; adds; absent: frozen
+  Tensor dquery;                     // (1, D) real; adds; absent: frozen
+  bool trained() const { return dgamma.present() || dquery.present(); }
   // On CUDA dc is summed over parts of the tokens, then over the parts: as many as there are blocks at once on an H200.
   std::int64_t blocks_together() const { return dy.shape[1] > 4096 ? 2 : dy.shape[1] > 2048 ? 4 : 7; }  // on a multiprocessor
   std::int64_t parts() const { return std::min(dy.shape[0], 132 * blocks_together()); }
   void take_scratch(Context& ctx) const {  // on CUDA; the CPU backend counts its own
-    if (ctx.plans_for == Device::cuda && dgamma.present()) ctx.scratch.take(DType::f32, {parts() + 1, dy.shape[1]});
+    if (ctx.plans_for == Device::cuda && trained()) ctx.scratch.take(DType::f32, {parts() + 1, dy.shape[1]});
   }
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {
@@ -103,11 +104,10 @@ struct AttnResBackward {
           {{"gamma", std::int64_t(gamma.dtype)}, {"query", std::int64_t(query.dtype)}});
     check(weights.shape == Shape{T, Z} && weights.dtype == real, "attn_res: weights are not (T, Z) real",
           {{"T", T}, {"Z", Z}, {"weights", weights.count()}, {"dtype", std::int64_t(weights.dtype)}});
-    check(dgamma.present() == dquery.present(), "attn_res: only one of dgamma and dquery is given");
-    if (dgamma.present())
-      check(dgamma.shape == Shape{D} && dquery.shape == Shape{1, D} && dgamma.dtype == real && dquery.dtype == real,
-            "attn_res: dgamma is not (D) real or dquery not (1, D) real",
-            {{"D", D}, {"dgamma", dgamma.count()}, {"dquery", dquery.count()}});
+    check((!dgamma.present() || (dgamma.shape == Shape{D} && dgamma.dtype == real)) &&
+              (!dquery.present() || (dquery.shape == Shape{1, D} && dquery.dtype == real)),
+          "attn_res: dgamma is not (D) real or dquery not (1, D) real",
+          {{"D", D}, {"dgamma", dgamma.count()}, {"dquery", dquery.count()}});
   }
 };
 

@@ -17,24 +17,29 @@
 //
 // On CUDA blocks are cut over all tokens, ignored ones too, their rows zeroed; g is in the storage type, and so are logits that are
 // kept (bf16: 8 bits of a logit), exponentials are summed in f32.
+//
+// Where `weight` is a part of the vocabulary, `merge` makes the statistics of a block of tokens those of all parts, in between: the
+// logit of a label that is elsewhere is 0 before. Loss and g are then those of the whole vocabulary, dhidden is this part's share.
 #pragma once
 #include <algorithm>
+#include <functional>
 
 #include "ops/context.h"
+#include "ops/vocabulary.h"
 
 namespace moetrain::ops {
 
 struct CrossEntropy {
   ConstTensor hidden;                   // (T, D)
   ConstTensor weight;                   // (V, D)
-  ConstTensor labels;                   // (T) i32, 0..V-1, or -100: ignored; anything else is an Error
+  ConstTensor labels;                   // (T) i32, 0..V-1, kIgnored or, with merge, kElsewhere; anything else is an Error
   std::int64_t seq_chunk, vocab_chunk;  // tokens and vocabulary rows a block; any positive numbers
   double gradient_scale;                // 1 / label tokens of the global batch
   Tensor loss;                          // (1) real; adds, not scaled
   Tensor dhidden;                       // (T, D), scaled; written; absent (with dweight): loss only
   Tensor dweight;                       // (V, D) real, scaled; adds; absent: frozen head
   bool write_dweight = false;           // what dweight held does not matter, as in a first micro-batch
-  static constexpr std::int32_t kIgnored = -100;
+  std::function<void(Tensor running)> merge = {};  // (3, s) real: maximum, sum of exponentials below it, logit of the label
 
   void check_shapes() const {
     const auto T = hidden.shape[0], D = hidden.shape[1], V = weight.shape[0];
@@ -81,10 +86,9 @@ struct CrossEntropy {
     return taken;
   }
   void take_scratch(Context& ctx) const {  // of a dry run
-    if (ctx.plans_for == Device::cuda)
-      take_device_scratch(ctx);
-    else
-      take_host_scratch(ctx);
+    const Tensor running = ctx.plans_for == Device::cuda ? take_device_scratch(ctx).running : take_host_scratch(ctx).running;
+    const std::int64_t s = running.shape[1];
+    for (std::int64_t t = 0; merge && t < hidden.shape[0]; t += s) merge(running);
   }
   struct DeviceScratch {  // of CUDA
     Tensor running;       // (3, s) as above

@@ -26,7 +26,7 @@ struct Documents {
   std::int64_t count() const { return std::int64_t(starts.size()) - 1; }
   std::int64_t begin(std::int64_t n) const { return starts[std::size_t(n)]; }
   std::int64_t end(std::int64_t n) const { return starts[std::size_t(n) + 1]; }
-  bool whole() const { return pieces.empty(); }
+  bool whole() const { return pieces.empty() && slices == 0; }  // a share without a token has slices and no piece
   std::int64_t before(std::int64_t n) const { return whole() ? 0 : pieces[std::size_t(n)].before; }
   std::int64_t first_key(std::int64_t n) const { return whole() ? begin(n) : pieces[std::size_t(n)].first_key; }
   std::int64_t keys(std::int64_t n) const { return before(n) + end(n) - begin(n); }  // that its last token here sees

@@ -3,10 +3,12 @@
 //   y[t,d]        = table[ids[t], d]
 //   dtable[v,d]  += sum over t with ids[t] = v of dy[t,d]      adds, in the order of t, in f32 (f64 for f64)
 //
-// An id outside [0, V) is an error; on CUDA ids are not looked at, since those of a batch are checked as they are read. No float
-// atomics: repeatable, for any number of threads.
+// An id kElsewhere (ops/vocabulary.h) stands for a row of zeros, and its dy goes nowhere. Any other outside [0, V) is an error; on
+// CUDA ids are not looked at, since those of a batch are checked as they are read. No float atomics: repeatable, for any number of
+// threads.
 #pragma once
 #include "ops/context.h"
+#include "ops/vocabulary.h"
 
 namespace moetrain::ops {
 

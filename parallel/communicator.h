@@ -78,8 +78,8 @@ class Communicator {
   void broadcast(void* data, std::int64_t bytes, int root);
   void barrier();
   // The group of some of this group's ranks, in this order; every rank of this group calls it, each with the group it is in. On a
-  // device collectives of one lane run one after another, those of two beside each other. A message names it.
-  enum class Lane : std::uint8_t { sharding, exchange };
+  // device collectives of one lane run one after another, those of several beside each other. A message names it.
+  enum class Lane : std::uint8_t { sharding, exchange, tensor };
   virtual std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane lane = Lane::sharding,
                                                  const char* name = "group") = 0;
   // On a device collectives are queued: the host waits here until they are done, the traffic then has their time. Nothing to do in

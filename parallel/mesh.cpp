@@ -55,15 +55,31 @@ Mesh::Mesh(MeshShape shape, std::unique_ptr<Communicator> world, Device device) 
   expert_data_ = axis_of("expert data", data, control, members(shape, [&](const Coordinates& c) { return c.expert == me.expert; }));
   const auto share_sequences = [&](const Coordinates& c) { return c.data == me.data && c.expert == me.expert && c.tensor == me.tensor; };
   sequence_ = axis_of("sequence", data, control, members(shape, share_sequences), Communicator::Lane::exchange);
+  if (shape.tensor == 1) return;
+  const auto share_slices = [&](const Coordinates& c) {
+    return c.data == me.data && c.expert == me.expert && c.sequence == me.sequence;
+  };
+  tensor_ = axis_of("tensor", data, control, members(shape, share_slices), Communicator::Lane::tensor);
+  uncut_ = axis_of("uncut", data, control, members(shape, [](const Coordinates&) { return true; }));
+  if (shape.sequence == 1) return;
+  const auto read_the_same = [&](const Coordinates& c) { return c.data == me.data && c.expert == me.expert; };
+  readers_ = axis_of("readers", data, control, members(shape, read_the_same), Communicator::Lane::exchange);
+}
+
+std::vector<const Axis*> Mesh::axes() const {
+  std::vector<const Axis*> all{&world_, &dense_, &expert_, &expert_data_, &sequence_};
+  for (const Axis* axis : {&tensor_, &readers_, &uncut_})
+    if (axis->data) all.push_back(axis);
+  return all;
 }
 
 void Mesh::settle() {
-  for (const Axis* axis : {&world_, &dense_, &expert_, &expert_data_, &sequence_}) axis->data->settle();
+  for (const Axis* axis : axes()) axis->data->settle();
 }
 
 Traffic Mesh::traffic() const {
   Traffic sum;
-  for (const Axis* axis : {&world_, &dense_, &expert_, &expert_data_, &sequence_})
+  for (const Axis* axis : axes())
     for (const Communicator* group : {axis->data.get(), axis->control.get()}) {
       const Traffic& t = group->traffic();
       sum.bytes_gathered += t.bytes_gathered;

@@ -30,6 +30,9 @@ struct Axis {
 //   expert        ranks that hold the experts of one whole set between them (equal dp, sp, tp)
 //   expert_data   ranks that hold the same experts (equal ep): shard and sum those
 //   sequence      ranks that hold the slices of the same sequences, in their order (equal dp, ep, tp)
+//   tensor        ranks that cut matrices between them and share out the tokens of the same slices (equal dp, ep, sp)
+//   uncut         all ranks, where a tensor cut divides other dense parameters, else the dense group
+//   readers       ranks that read the same sequences (equal dp, ep), in the order of their tokens
 class Mesh {
  public:
   // `world` is of host memory and must have shape.ranks() ranks; data travels in the device's memory. Collective.
@@ -44,6 +47,9 @@ class Mesh {
   Axis& expert() { return expert_; }
   Axis& expert_data() { return expert_data_; }
   Axis& sequence() { return sequence_; }
+  Axis& tensor() { return tensor_; }  // only where tensor_parallel is more than 1
+  Axis& readers() { return shape_.tensor == 1 ? sequence_ : shape_.sequence == 1 ? tensor_ : readers_; }
+  Axis& uncut() { return shape_.tensor == 1 ? dense_ : uncut_; }  // that share dense parameters which are cut by nobody
   Traffic traffic() const;  // of all groups together
   void settle();            // Communicator::settle of all of them
 
@@ -51,7 +57,9 @@ class Mesh {
   MeshShape shape_;
   Device device_;  // of the data groups
   Coordinates here_;
+  std::vector<const Axis*> axes() const;
   Axis world_, dense_, expert_, expert_data_, sequence_;
+  Axis tensor_, readers_, uncut_;  // where they are groups of their own
 };
 
 }  // namespace moetrain::parallel

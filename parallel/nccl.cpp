@@ -35,7 +35,7 @@ class Nccl;
 
 // What the groups of a job share: a stream a lane, and one order of all their collectives.
 struct Queue {
-  cuda::Stream lanes[2]{cuda::Stream(/*urgent=*/true), cuda::Stream(/*urgent=*/true)};
+  cuda::Stream lanes[3]{cuda::Stream(/*urgent=*/true), cuda::Stream(/*urgent=*/true), cuda::Stream(/*urgent=*/true)};
   std::vector<Nccl*> groups;
   Nccl* issuing = nullptr;  // whose last collective may not be on the stream yet
 };

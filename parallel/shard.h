@@ -20,4 +20,7 @@ constexpr Rows shard_of(std::int64_t rows, int rank, int ranks) {
   return {std::min(rows, rank * c), std::min(rows, (rank + 1) * c)};
 }
 
+// Rank r of n has [r R / n, (r + 1) R / n): parts that differ by one at most, none empty where R >= n.
+constexpr Rows part_of(std::int64_t rows, int rank, int ranks) { return {rows * rank / ranks, rows * (rank + 1) / ranks}; }
+
 }  // namespace moetrain::parallel

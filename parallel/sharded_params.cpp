@@ -12,16 +12,23 @@ void* offset_by(Tensor t, std::int64_t rows) {  // the address of a row; null on
   return t.data == nullptr ? nullptr : static_cast<std::byte*>(t.data) + rows * t.shape.row() * size_of(t.dtype);
 }
 
+template <class Bucket>
+bool has(const Bucket& bucket, int unit) {
+  return std::find(bucket.units.begin(), bucket.units.end(), unit) != bucket.units.end();
+}
+
 }  // namespace
 
-ShardedParams::ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors, std::vector<Unit> units, bool reshard_after_use, bool poison)
+ShardedParams::ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors, std::vector<Unit> units, const Options& options)
     : memory_(memory),
       tensors_(std::move(tensors)),
       units_(std::move(units)),
       storage_(tensors_.size()),
       open_(units_.size(), 0),
-      reshard_after_use_(reshard_after_use),
-      poison_(poison) {
+      from_host_(memory.device()),
+      came_(units_.size()),
+      gathering_(units_.size(), false),
+      options_(options) {
   for (std::size_t u = 0; u < units_.size(); ++u) {
     check(units_[u].group != nullptr, "sharded params: a unit has no group", {{"unit", std::int64_t(u)}});
     for (const int t : units_[u].tensors) {
@@ -40,7 +47,11 @@ ShardedParams::ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors,
     const Sharding sharding = sharding_of(units_[std::size_t(own.unit)]);
     const Shape shard = tensor.shape.with_dim0(padded_shard_rows(int(t))), padded = padded_shape(int(t));
     const Shape whole = sharding == Sharding::none ? tensor.shape : padded;
-    own.weight = OwnedTensor(memory_, Category::weights, tensor.dtype, sharding == Sharding::full ? shard : whole);
+    const Unit& its = units_[std::size_t(own.unit)];
+    check(!its.in_host || (options_.host && (sharding == Sharding::none || sharding == Sharding::full)),
+          "sharded params: a unit in host memory is whole or sharded fully", {{"unit", own.unit}});
+    own.weight = PlacedTensor(memory_, its.in_host ? options_.host : nullptr, Category::weights, tensor.dtype,
+                              sharding == Sharding::full ? shard : whole);
     if (!tensor.trainable) continue;
     const bool in_shards = scatters_each_micro_batch(units_[std::size_t(own.unit)]);
     (in_shards ? own.gradient_shard : own.gradient) =
@@ -83,7 +94,7 @@ void ShardedParams::begin_step() {
           "sharded params: a step begins with gradients that were not reduced", {{"unit", own.unit}});
     own.blank = own.gradient.present();
     own.shard_blank = own.gradient_shard.present();
-    if (poison_)
+    if (options_.poison)
       for (const Tensor t : {own.gradient.view(), own.gradient_shard.view()}) fill(memory_.device(), t.data, 0xff, t.bytes());
   }
   in_step_ = true;
@@ -98,18 +109,37 @@ void ShardedParams::clear(Storage& own, std::int64_t first_row) const {
 
 void ShardedParams::open(int u) { ++open_[std::size_t(u)]; }
 
+// Room for the whole weights; those in host memory start for their place in it.
+void ShardedParams::fetch(int u) {
+  const Unit& it = unit(u);
+  if (!it.in_host || it.tensors.empty() || storage(it.tensors.front()).gathered.present()) return;
+  for (const int t : it.tensors) {
+    auto& own = storage_[std::size_t(t)];
+    const bool sharded = sharding_of(it) == Sharding::full;
+    own.gathered = OwnedTensor(memory_, Category::weights, tensors_[std::size_t(t)].dtype,
+                               sharded ? padded_shape(t) : tensors_[std::size_t(t)].shape);
+    const Tensor from = own.weight.view();
+    from_host_.copy(offset_by(own.gathered.view(), sharded ? it.group->rank() * from.shape[0] : 0), from.data, from.bytes(),
+                    came_[std::size_t(u)]);
+  }
+}
+
 void ShardedParams::begin_gather(int u) {
   const Unit& it = unit(u);
-  if (sharding_of(it) != Sharding::full || it.tensors.empty()) return;
-  if (storage(it.tensors.front()).gathered.present()) return;  // or on its way
+  fetch(u);
+  if (sharding_of(it) != Sharding::full || it.tensors.empty() || gathering_[std::size_t(u)]) return;
   std::vector<Communicator::Gather> pieces;
   for (const int t : it.tensors) {
     auto& own = storage_[std::size_t(t)];
-    own.gathered = OwnedTensor(memory_, Category::weights, tensors_[std::size_t(t)].dtype, padded_shape(t));
-    pieces.push_back({own.weight.view().data, own.gathered.view().data, own.weight.view().bytes()});
+    const Tensor shard = own.weight.view();
+    if (!it.in_host) own.gathered = OwnedTensor(memory_, Category::weights, shard.dtype, padded_shape(t));
+    const Tensor all = own.gathered.view();
+    pieces.push_back({it.in_host ? offset_by(all, it.group->rank() * shard.shape[0]) : shard.data, all.data, shard.bytes()});
   }
+  from_host_.wait(came_[std::size_t(u)]);
   it.group->begin_all_gather(pieces);
-  under_way_.push_back({u, true, {}});
+  under_way_.push_back({{{u}, {}}, /*gather=*/true});
+  gathering_[std::size_t(u)] = true;
 }
 
 void ShardedParams::prefetch(int u) {
@@ -122,16 +152,16 @@ void ShardedParams::gather(int u) {
   open(u);
   begin_gather(u);
   end_all_until(u, true);
+  from_host_.wait(came_[std::size_t(u)]);
 }
 
 void ShardedParams::end_oldest() {
   UnderWay& first = under_way_.front();
-  const Unit& it = unit(first.unit);
-  it.group->end();
+  unit(first.units.front()).group->end();
   std::size_t i = 0;
-  if (!first.gather)
-    for (const int t : it.tensors)
-      if (tensors_[std::size_t(t)].trainable) {
+  for (const int u : first.units)
+    for (const int t : unit(u).tensors)
+      if (!first.gather && tensors_[std::size_t(t)].trainable) {
         storage_[std::size_t(t)].gradient_shard = std::move(first.sums[i++]);
         storage_[std::size_t(t)].gradient = {};
         storage_[std::size_t(t)].shard_blank = false;
@@ -140,10 +170,12 @@ void ShardedParams::end_oldest() {
 }
 
 bool ShardedParams::travels(int u, bool gather) const {
-  return std::any_of(under_way_.begin(), under_way_.end(), [&](const UnderWay& w) { return w.unit == u && w.gather == gather; });
+  return std::any_of(under_way_.begin(), under_way_.end(), [&](const UnderWay& w) { return w.gather == gather && has(w, u); });
 }
 
 void ShardedParams::end_all_until(int u, bool gather) {
+  for (std::size_t b = 0; !gather && b < filling_.size(); ++b)
+    if (has(filling_[b], u)) begin_reduction(b);
   while (travels(u, gather)) end_oldest();
 }
 
@@ -160,8 +192,9 @@ void ShardedParams::release(int u) {
     auto& own = storage_[std::size_t(t)];
     check(!own.gradient.present() || !scatters_each_micro_batch(it) || !own.gradient_shard.present(),
           "sharded params: released before its gradients were reduced", {{"unit", u}, {"tensor", t}});
-    if (reshard_after_use_) own.gathered = {};
+    if (gathered_goes(it)) own.gathered = {};
   }
+  if (gathered_goes(it)) gathering_[std::size_t(u)] = false;
 }
 
 // The whole gradient of one micro-batch starts as zeros (blank in the first), but for this rank's own rows: they start as the sum of
@@ -179,36 +212,47 @@ void ShardedParams::make_gradient(int tensor) {
   copy_to_device(memory_.device(), offset_by(whole, unit(own.unit).group->rank() * sum.shape[0]), sum.data, sum.bytes());
 }
 
-// sums[i] (c rows) = the sum over ranks of this rank's rows of the i-th trainable tensor of the unit. False: it has none.
-bool ShardedParams::begin_scatter(const Unit& it, std::vector<OwnedTensor>& sums) {
+// sums[i] (c rows) = the sum over ranks of this rank's rows of the i-th trainable tensor of the units. False: there is none.
+bool ShardedParams::begin_scatter(const Bucket& bucket) {
   std::vector<Communicator::Scatter> pieces;
-  std::size_t i = 0;
-  for (const int t : it.tensors) {
-    if (!tensors_[std::size_t(t)].trainable) continue;
-    const Tensor whole = storage(t).gradient.view(), sum = sums[i++].view();
-    pieces.push_back({whole.data, sum.data, sum.count(), sum.dtype});
-  }
-  if (pieces.empty()) return false;
-  it.group->begin_reduce_scatter(pieces);
-  return true;
+  for (const int u : bucket.units)
+    for (const int t : unit(u).tensors) {
+      if (!tensors_[std::size_t(t)].trainable) continue;
+      const Tensor whole = storage(t).gradient.view(), sum = bucket.sums[pieces.size()].view();
+      pieces.push_back({whole.data, sum.data, sum.count(), sum.dtype});
+    }
+  if (!pieces.empty()) unit(bucket.units.front()).group->begin_reduce_scatter(pieces);
+  return !pieces.empty();
+}
+
+void ShardedParams::begin_reduction(std::size_t bucket) {
+  UnderWay leaves{std::move(filling_[bucket]), /*gather=*/false};
+  filling_.erase(filling_.begin() + std::ptrdiff_t(bucket));
+  if (begin_scatter(leaves)) under_way_.push_back(std::move(leaves));
 }
 
 void ShardedParams::reduce(int u) {
   const Range range("reduce gradients");
   const Unit& it = unit(u);
   check(open_[std::size_t(u)] > 0, "sharded params: reduced while not gathered", {{"unit", u}});
-  if (!scatters_each_micro_batch(it)) return;
-  std::vector<OwnedTensor> sums;
+  if (!scatters_each_micro_batch(it) || !trains(u)) return;
   for (const int t : it.tensors)
     if (tensors_[std::size_t(t)].trainable) {
       make_gradient(t);
       clear(storage_[std::size_t(t)]);
-      sums.push_back(std::move(storage_[std::size_t(t)].gradient_shard));
     }
-  if (begin_scatter(it, sums)) under_way_.push_back({u, false, std::move(sums)});
+  const auto same_group = [&](const Bucket& b) { return unit(b.units.front()).group == it.group; };
+  auto bucket = std::find_if(filling_.begin(), filling_.end(), same_group);
+  if (bucket == filling_.end()) bucket = filling_.insert(bucket, Bucket{});
+  bucket->units.push_back(u);
+  bucket->bytes += it.gradient_bytes;
+  for (const int t : it.tensors)
+    if (tensors_[std::size_t(t)].trainable) bucket->sums.push_back(std::move(storage_[std::size_t(t)].gradient_shard));
+  if (bucket->bytes >= options_.bucket_bytes) begin_reduction(std::size_t(bucket - filling_.begin()));
 }
 
 void ShardedParams::finish_gradients() {
+  while (!filling_.empty()) begin_reduction(0);
   end_reductions();
   for (Storage& own : storage_) {  // what nothing was added to
     clear(own);
@@ -222,16 +266,16 @@ void ShardedParams::finish_gradients() {
         if (tensors_[std::size_t(t)].trainable) it.group->all_reduce(storage(t).gradient.view(), Reduction::sum);
       continue;
     }
-    std::vector<OwnedTensor> sums;  // a reduce-scatter may not write into what it reads
+    Bucket sums{{int(&it - units_.data())}, {}};  // a reduce-scatter may not write into what it reads
     for (const int t : it.tensors)
       if (tensors_[std::size_t(t)].trainable)
-        sums.emplace_back(memory_, Category::gradients, real_of(tensors_[std::size_t(t)].dtype),
-                          tensors_[std::size_t(t)].shape.with_dim0(padded_shard_rows(t)));
-    if (begin_scatter(it, sums)) it.group->end();
+        sums.sums.emplace_back(memory_, Category::gradients, real_of(tensors_[std::size_t(t)].dtype),
+                               tensors_[std::size_t(t)].shape.with_dim0(padded_shard_rows(t)));
+    if (begin_scatter(sums)) it.group->end();
     std::size_t i = 0;
     for (const int t : it.tensors) {
       if (!tensors_[std::size_t(t)].trainable) continue;
-      const Tensor sum = sums[i++].view();
+      const Tensor sum = sums.sums[i++].view();
       copy_to_device(memory_.device(), offset_by(storage(t).gradient.view(), it.group->rank() * sum.shape[0]), sum.data,
                      sum.bytes());
     }
@@ -244,6 +288,7 @@ void ShardedParams::publish() {
     const Unit& it = units_[u];
     check(open_[u] == 0, "sharded params: published while gathered", {{"unit", std::int64_t(u)}});
     for (const int t : it.tensors) storage_[std::size_t(t)].gathered = {};
+    gathering_[u] = false;
     if (it.group->size() == 1 || it.sharding == Sharding::none || it.sharding == Sharding::full) continue;
     std::vector<Communicator::Gather> pieces;
     for (const int t : it.tensors) {

@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "memory/buffer.h"
+#include "memory/transfer.h"
 #include "parallel/communicator.h"
 #include "parallel/shard.h"
 
@@ -38,24 +38,35 @@ struct Unit {
   std::vector<int> tensors;  // indices into the list of tensors; a tensor is in exactly one unit
   Communicator* group;
   Sharding sharding;
+  bool in_host = false;  // its weights lie in host memory, and are on the device while they are gathered
+  // As good as those here, and the same on every rank of the job: what travels together is decided by them.
+  std::int64_t gradient_bytes = 0, weight_bytes = 0;
 };
 
 class ShardedParams {
  public:
-  // Takes the memory that lives across steps (Category::weights, gradients). Weights are uninitialised. poison: what a gradient holds
-  // before its first write is NaN, so that a reader of it is caught.
-  ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors, std::vector<Unit> units, bool reshard_after_use, bool poison = false);
+  // Takes the memory that lives across steps (Category::weights, gradients). Weights are uninitialised. poison: what a gradient
+  // holds before its first write is NaN, so that a reader of it is caught. bucket_bytes: gradients of units of one group wait for
+  // each other until they are that many together, and leave as one message.
+  struct Options {
+    bool reshard_after_use = true;
+    std::int64_t bucket_bytes = 0;
+    bool poison = false;
+    Memory* host = nullptr;  // of units that lie there
+  };
+  ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors, std::vector<Unit> units, const Options& options);
 
   // --- one step, in this order
   void begin_step();        // gradients are zero from here on; those that are written before they are added to are not cleared
+  void fetch(int unit);     // of a unit in host memory: begins its way to the device, which prefetch then has to wait for
   void prefetch(int unit);  // collective; begins what gather then only waits for
   void gather(int unit);    // collective; afterwards weight() and gradient() of its tensors may be used. May nest: each
                             // gather has its release
   void open(int unit);      // as gather, for gradient() alone: no weight moves
   void release(int unit);   // with reshard_after_use the gathered weights go, else they stay until publish
   void reduce(int unit);    // collective; once a micro-batch, after the last op that adds to the unit's gradients and
-                            // before its release in backward. The sums travel while later work runs
-  void end_reductions();    // waits for the sums of all reduce() so far; called before the next block's, so that one block's travel
+                            // before its release in backward. The sums travel while later work runs, once their bucket is full
+  void end_reductions();    // waits for the sums that travel; called before the next block's reduce()
   void finish_gradients();  // collective; after the last micro-batch: stored_gradient() is complete everywhere
   void publish();           // collective; after the update: every stored row is the owner's new one. Also ends the life
                             // of weights kept by reshard_after_use = false. Outside a step, so after init or load, frozen
@@ -83,8 +94,8 @@ class ShardedParams {
 
  private:
   struct Storage {
-    OwnedTensor weight;            // (n c rows, or R where nothing is gathered in place; full: c rows, its shard)
-    OwnedTensor gathered;          // full only: (n c rows) while gathered
+    PlacedTensor weight;           // (n c rows, or R where nothing is gathered in place; full: c rows, its shard)
+    OwnedTensor gathered;          // full, or in host memory: (n c rows) while gathered
     OwnedTensor gradient;          // (n c rows or R) for whole: resident, or from gradient() to the end of the reduction
     OwnedTensor gradient_shard;    // gradients, full: (c rows)
     bool blank = false;            // gradient stands for zeros, but holds anything
@@ -100,26 +111,35 @@ class ShardedParams {
   const Unit& unit(int unit) const;
   std::int64_t padded_shard_rows(int tensor) const;  // c
   Shape padded_shape(int tensor) const;              // n c rows
+  bool gathered_goes(const Unit& unit) const { return options_.reshard_after_use || unit.in_host; }  // with its last release
   void make_gradient(int tensor);
   void clear(Storage& own, std::int64_t first_row = 0) const;  // gradient to zeros from a row on, where it is blank
-  struct UnderWay {
-    int unit;
-    bool gather;                    // else its gradients
-    std::vector<OwnedTensor> sums;  // where the gradients are summed, by trainable tensor
+  struct Bucket {
+    std::vector<int> units;         // of one group
+    std::vector<OwnedTensor> sums;  // where their gradients are summed, by trainable tensor
+    std::int64_t bytes = 0;
+  };
+  struct UnderWay : Bucket {
+    bool gather;  // else gradients
   };
   void begin_gather(int unit);
   void end_oldest();
+  void begin_reduction(std::size_t bucket);  // of filling_
   bool travels(int unit, bool gather) const;
   void end_all_until(int unit, bool gather);  // and that too, where it is under way
-  bool begin_scatter(const Unit& unit, std::vector<OwnedTensor>& sums);
+  bool begin_scatter(const Bucket& bucket);
 
   Memory& memory_;
   std::vector<ShardedTensor> tensors_;
   std::vector<Unit> units_;
   std::vector<Storage> storage_;  // by tensor
   std::vector<int> open_;         // by unit: gathers not yet released
+  std::vector<Bucket> filling_;   // a group's gradients that are complete, and too few to leave
   std::deque<UnderWay> under_way_;  // the oldest first
-  bool reshard_after_use_, poison_;
+  Transfer from_host_;
+  std::vector<Transfer::Mark> came_;  // by unit, its weights from host memory
+  std::vector<bool> gathering_;       // by unit: gathered from all ranks, or on its way
+  const Options options_;
   bool in_step_ = false;
 };
 

@@ -81,6 +81,10 @@ std::vector<Change> changes(const core::Config& job) {
   if (job.run.device == core::DeviceChoice::cpu && S % slices == 0 && S / slices >= job.model.linear_attn.short_conv_kernel_size - 1)
     add("twice the ranks, parallel.sequence_parallel: " + std::to_string(slices),
         [](core::Config& c) { c.parallel.sequence_parallel *= 2; });
+  const std::int64_t cut = 2 * p.tensor_parallel;
+  if (job.model.num_attention_heads % cut == 0 && job.model.linear_attn.num_heads % cut == 0)
+    add("twice the ranks, parallel.tensor_parallel: " + std::to_string(cut),
+        [](core::Config& c) { c.parallel.tensor_parallel *= 2; });
   return found;
 }
 

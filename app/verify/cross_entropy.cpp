@@ -60,7 +60,7 @@ void verify_cross_entropy(const Verification& v) {
   const bool narrow = c.storage() == DType::bf16;  // logits are then rounded to bf16
   const Places rows = c.sample(T, 64);
   const auto n = std::int64_t(rows.size());
-  std::vector<std::int32_t> all(std::size_t(T), 0), few(std::size_t(T), ops::CrossEntropy::kIgnored), chosen;
+  std::vector<std::int32_t> all(std::size_t(T), 0), few(std::size_t(T), ops::kIgnored), chosen;
   for (std::int32_t& label : all) label = std::int32_t(c.random(std::uint64_t(V)));
   for (const std::int64_t t : rows) {
     few[std::size_t(t)] = all[std::size_t(t)];

@@ -76,7 +76,7 @@ void backward(Context& ctx, const AttnResBackward& a) {
   const R* c = product_of(ctx, gamma, query, D);
   // r, score and v . dy of each source, between the two passes over a token.
   R* dots_of_rows = ctx.scratch.take(DTypeOf<R>::value, {rows, Z, 3}).template as<R>();
-  const bool trained = a.dgamma.present();
+  const bool trained = a.trained();
   const R* dc = cpu::sum_over_rows<R>(ctx, rows, trained ? D : 0, [&](std::int64_t begin, std::int64_t end, R* sum) {
     for (std::int64_t t = begin; t < end; ++t) {
       const R* weight = a.weights.as<R>() + t * Z;
@@ -110,10 +110,10 @@ void backward(Context& ctx, const AttnResBackward& a) {
     }
   });
   if (!trained || ctx.dry()) return;
-  R *dgamma = a.dgamma.as<R>(), *dquery = a.dquery.as<R>();
+  R *dgamma = a.dgamma.present() ? a.dgamma.as<R>() : nullptr, *dquery = a.dquery.present() ? a.dquery.as<R>() : nullptr;
   for (std::int64_t d = 0; d < D; ++d) {
-    dgamma[d] += dc[d] * query[d];
-    dquery[d] += dc[d] * gamma[d];
+    if (dgamma) dgamma[d] += dc[d] * query[d];
+    if (dquery) dquery[d] += dc[d] * gamma[d];
   }
 }
 

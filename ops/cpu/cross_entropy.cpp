@@ -29,6 +29,7 @@ class Loss {
         most_rows_(s.token.shape[0]),
         chunk_(std::min(a.vocab_chunk, V_)),
         token_(s.token.as<std::int64_t>()),
+        running_(s.running),
         top_(s.running.as<R>()),
         sum_(top_ + most_rows_),
         label_logit_(sum_ + most_rows_),
@@ -56,7 +57,7 @@ class Loss {
   std::int64_t take_block(std::int64_t t) {
     const auto* labels = a_.labels.as<std::int32_t>();
     for (rows_ = 0; t < a_.labels.count() && rows_ < most_rows_; ++t) {
-      if (labels[t] == CrossEntropy::kIgnored) continue;
+      if (labels[t] == kIgnored) continue;
       const T* from = a_.hidden.as<T>() + t * D_;
       std::copy_n(from, D_, hidden_ + rows_ * D_);
       token_[rows_++] = t;
@@ -83,12 +84,14 @@ class Loss {
   double block_loss() {
     std::fill_n(top_, rows_, -std::numeric_limits<R>::infinity());
     std::fill_n(sum_, rows_, R(0));
+    std::fill_n(label_logit_, most_rows_, R(0));
     for (std::int64_t v0 = 0; v0 < V_; v0 += chunk_) {
       const auto n = std::min(chunk_, V_ - v0);
       fill_logits(weight_rows(v0, n), n);
 #pragma omp parallel for schedule(static) if (rows_ * n > kWorthThreads)
       for (std::int64_t r = 0; r < rows_; ++r) add_to_running(r, logits_ + r * n, v0, n);
     }
+    if (a_.merge) a_.merge(running_);
     double loss = 0;
     for (std::int64_t r = 0; r < rows_; ++r) loss += double(std::log(sum_[r])) + (double(top_[r]) - double(label_logit_[r]));
     return loss;
@@ -131,6 +134,7 @@ class Loss {
   const CrossEntropy& a_;
   std::int64_t D_, V_, most_rows_, chunk_, rows_ = 0;
   std::int64_t* token_;
+  Tensor running_;
   R *top_, *sum_, *label_logit_, *hidden_, *logits_, *wide_weight_, *dhidden_, *dweight_;
 };
 
@@ -138,8 +142,8 @@ void check_labels(const CrossEntropy& a) {
   const auto V = a.weight.shape[0];
   const auto* labels = a.labels.as<std::int32_t>();
   for (std::int64_t t = 0; t < a.labels.count(); ++t)
-    check((labels[t] >= 0 && labels[t] < V) || labels[t] == CrossEntropy::kIgnored, "cross_entropy: label is not in the vocabulary",
-          {{"position", t}, {"label", labels[t]}, {"V", V}});
+    check((labels[t] >= 0 && labels[t] < V) || labels[t] == kIgnored || (labels[t] == kElsewhere && a.merge),
+          "cross_entropy: label is not in the vocabulary", {{"position", t}, {"label", labels[t]}, {"V", V}});
 }
 
 }  // namespace

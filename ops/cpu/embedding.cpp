@@ -12,7 +12,8 @@ namespace {
 void check_ids(ConstTensor ids, std::int64_t V) {
   const auto* id = ids.as<std::int32_t>();
   for (std::int64_t t = 0; t < ids.count(); ++t)
-    check(0 <= id[t] && id[t] < V, "embedding: an id is outside the table", {{"t", t}, {"id", id[t]}, {"V", V}});
+    check((0 <= id[t] && id[t] < V) || id[t] == kElsewhere, "embedding: an id is outside the table",
+          {{"t", t}, {"id", id[t]}, {"V", V}});
 }
 
 template <class T>
@@ -27,6 +28,7 @@ void backward(const EmbeddingBackward& a) {
   for (std::int64_t begin = 0; begin < D; begin += kColumns) {
     const std::int64_t columns = std::min(kColumns, D - begin);
     for (std::int64_t t = 0; t < tokens; ++t) {
+      if (id[t] == kElsewhere) continue;
       const T* from = dy + t * D + begin;
       R* to = dtable + id[t] * D + begin;
 #pragma omp simd
@@ -44,7 +46,9 @@ void cpu::embedding(Context&, const EmbeddingForward& a) {
   const auto* table = static_cast<const std::byte*>(a.table.data);
   auto* y = static_cast<std::byte*>(a.y.data);
 #pragma omp parallel for if (a.y.count() > kWorthThreads)
-  for (std::int64_t t = 0; t < T; ++t) std::memcpy(y + t * row, table + id[t] * row, std::size_t(row));
+  for (std::int64_t t = 0; t < T; ++t)
+    id[t] == kElsewhere ? std::memset(y + t * row, 0, std::size_t(row))
+                        : std::memcpy(y + t * row, table + id[t] * row, std::size_t(row));
 }
 
 void cpu::embedding(Context&, const EmbeddingBackward& a) {

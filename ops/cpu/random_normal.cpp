@@ -1,6 +1,8 @@
 // random_normal.cpp -- one number an element, on all threads.
 #include "ops/random_normal.h"
 
+#include <algorithm>
+
 #include "ops/random.h"
 
 namespace moetrain::ops {
@@ -9,8 +11,10 @@ namespace {
 template <class T>
 void fill_normal(const RandomNormal& a) {
   T* y = a.y.as<T>();
+  const std::int64_t row = std::max<std::int64_t>(1, a.y.shape.row()), gap = a.gap();
 #pragma omp parallel for schedule(static) if (a.y.count() > 10000)
-  for (std::int64_t i = 0; i < a.y.count(); ++i) y[i] = T(a.deviation * normal(a.seed, a.stream, std::uint64_t(a.first + i)));
+  for (std::int64_t i = 0; i < a.y.count(); ++i)
+    y[i] = T(a.deviation * normal(a.seed, a.stream, std::uint64_t(a.first + i + i / row * gap)));
 }
 
 }  // namespace

@@ -330,8 +330,8 @@ __global__ void attn_res_backward_weights_kernel(const float* __restrict__ dc_pa
   __syncthreads();  // waits for the sums of the other rows of threads
   if (threadIdx.y != 0 || d >= D) return;
   for (int row = 1; row < kSumRows; ++row) dc += sums[row][threadIdx.x];
-  dgamma[d] += dc * load_any<1>(query, half_query, d).at[0];
-  dquery[d] += dc * load_any<1>(gamma, half_gamma, d).at[0];
+  if (dgamma) dgamma[d] += dc * load_any<1>(query, half_query, d).at[0];
+  if (dquery) dquery[d] += dc * load_any<1>(gamma, half_gamma, d).at[0];
 }
 
 // Threads of a block, so that each owns about so many packs of a row.
@@ -393,7 +393,7 @@ void backward(Context& ctx, const AttnResBackward& a) {
   const float* c = product_of(ctx, a.gamma, a.query);
   float* dc_parts = nullptr;
   std::int64_t shared = 0;
-  if (a.dgamma.present()) {
+  if (a.trained()) {
     shared = D * std::int64_t(sizeof(float));
     check(shared <= kSharedBytes - (20 << 10), "attn_res: a row of gradients does not fit a block's shared memory",
           {{"D", D}, {"most", (kSharedBytes - (20 << 10)) / 4}});
@@ -409,7 +409,8 @@ void backward(Context& ctx, const AttnResBackward& a) {
          device_pointer<X>(a.dy), dsources, int(Z), int(staged), c, a.weights.as<float>(), float(a.eps), dc_parts, T, D);
   if (dc_parts)
     launch(ctx, attn_res_backward_weights_kernel, {blocks(D, kWarp), dim3(kWarp, kSumRows)}, dc_parts, a.gamma.data, half(a.gamma),
-           a.query.data, half(a.query), a.dgamma.as<float>(), a.dquery.as<float>(), a.parts(), D);
+           a.query.data, half(a.query), a.dgamma.present() ? a.dgamma.as<float>() : nullptr,
+           a.dquery.present() ? a.dquery.as<float>() : nullptr, a.parts(), D);
 }
 
 template <int kPack, class... Span>

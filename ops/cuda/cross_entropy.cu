@@ -88,7 +88,7 @@ template <class T>
 __global__ void cross_entropy_forward_sums_kernel(const T* __restrict__ logits, Rows r) {
   const std::int64_t t = blockIdx.x;
   const std::int32_t label = r.labels[t];
-  if (label == CrossEntropy::kIgnored) return;
+  if (label == kIgnored) return;
   const T* row = logits + t * r.stride;
   Sum total = sum_of_row(row, r.width);
   if (threadIdx.x != 0) return;
@@ -107,7 +107,7 @@ __global__ void cross_entropy_forward_sums_kernel(const T* __restrict__ logits, 
 // grid (blocks of kThreads), a warp a token: its sums over all parts of the vocabulary.
 __global__ void cross_entropy_forward_parts_kernel(const Sum* __restrict__ parts, LossRows r, std::int64_t s, std::int64_t count) {
   const std::int64_t t = (std::int64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
-  if (t >= s || r.labels[t] == CrossEntropy::kIgnored) return;
+  if (t >= s || r.labels[t] == kIgnored) return;
   Sum mine;
   for (std::int64_t i = threadIdx.x % kWarp; i < count; i += kWarp) mine.add(parts[t * count + i]);
   mine = warp_total(mine);
@@ -124,7 +124,7 @@ __global__ void cross_entropy_backward_kernel(T* logits, Rows r, float scale) {
   const std::int64_t t = blockIdx.x, packs = r.width / kCount;
   const std::int32_t label = r.labels[t];
   T* row = logits + t * r.stride;
-  if (label == CrossEntropy::kIgnored) {
+  if (label == kIgnored) {
     for (std::int64_t v = threadIdx.x; v < r.width; v += kThreads) row[v] = from_float<T>(0.0F);
     return;
   }
@@ -161,7 +161,7 @@ template <class T>
 __global__ void cross_entropy_forward_hidden_kernel(const T* __restrict__ hidden, const std::int32_t* __restrict__ labels,
                                                     T* __restrict__ kept, std::int64_t D) {
   const std::int64_t t = blockIdx.x;
-  const bool ignored = labels[t] == CrossEntropy::kIgnored;
+  const bool ignored = labels[t] == kIgnored;
   for (std::int64_t d = threadIdx.x; d < D; d += kThreads) kept[t * D + d] = ignored ? from_float<T>(0.0F) : hidden[t * D + d];
 }
 
@@ -170,7 +170,7 @@ __global__ void cross_entropy_forward_loss_kernel(LossRows r, std::int64_t s, fl
   __shared__ double parts[kThreads];
   double mine = 0;
   for (std::int64_t t = threadIdx.x; t < s; t += kThreads)
-    if (r.labels[t] != CrossEntropy::kIgnored) mine += double(r.top[t]) + log(double(r.sum[t])) - double(r.label_logit[t]);
+    if (r.labels[t] != kIgnored) mine += double(r.top[t]) + log(double(r.sum[t])) - double(r.label_logit[t]);
   parts[threadIdx.x] = mine;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();  // waits for the parts of the round before
@@ -212,6 +212,7 @@ class Loss {
     rows_ = {{a_.labels.as<std::int32_t>() + begin, running, running + s, running + 2 * s}, 0, V, 0};
     hidden_ = a_.hidden.rows(begin, begin + s);
     const bool gradients = a_.dhidden.present(), keeps = gradients && chunk_ == V;
+    if (a_.merge) fill(Device::cuda, running, 0, 3 * s * std::int64_t(sizeof(float)));
     Tensor dhidden;
     if (gradients) {
       dhidden = a_.dhidden.rows(begin, begin + s);
@@ -222,11 +223,13 @@ class Loss {
     if (tiles_) {
       on_tensor_cores(dhidden, add_dweight(begin));
     } else {
-      if (!keeps) sums();
+      const bool together = keeps && !a_.merge;  // statistics and gradients in one pass
+      if (!together) sums();
+      merge();
       for (std::int64_t v = 0; gradients && v < V; v += chunk_) {
         cut(v, std::min(chunk_, V - v));
-        logits();
-        logit_gradients(keeps);
+        if (together || !keeps) logits();
+        logit_gradients(together);
         products(s_.sums.present() ? sums_of(dhidden) : dhidden, add_dweight(begin));
       }
     }
@@ -256,6 +259,7 @@ class Loss {
     loss_logits(ctx_, block, s_.sums.as<float>(), keeps ? g : Tensor{});
     launch(ctx_, cross_entropy_forward_parts_kernel, Grid(blocks(s * kWarp, kThreads), kThreads),
            reinterpret_cast<const Sum*>(s_.sums.data), rows_, s, parts);
+    merge();
     if (keeps) logit_gradients(false);
     if (gradients)
       loss_gradients(ctx_, block,
@@ -266,6 +270,10 @@ class Loss {
                       .dhidden = sums_of(dhidden),
                       .dweight = a_.dweight,
                       .add_dweight = add});
+  }
+
+  void merge() const {
+    if (a_.merge) a_.merge(Tensor(rows_.top, DType::f32, {3, hidden_.shape[0]}));
   }
 
   // The statistics of every token over the whole vocabulary.

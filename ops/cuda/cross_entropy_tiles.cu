@@ -184,9 +184,9 @@ struct Known {
     Known k{};
     for (int h = 0; h < 2; ++h) {
       const int row = t.row + at.row(h);
-      const int label = row < p.s ? p.rows.labels[row] : CrossEntropy::kIgnored;
+      const int label = row < p.s ? p.rows.labels[row] : kIgnored;
       k.at_label[h] = label - t.block * p.chunk - t.column;
-      if (kPass == Pass::gradients && label != CrossEntropy::kIgnored)
+      if (kPass == Pass::gradients && label != kIgnored)
         k.top[h] = p.rows.top[row], k.share[h] = p.scale / p.rows.sum[row];
     }
     return k;

@@ -26,7 +26,7 @@ __global__ void embedding_backward_kernel(const std::int32_t* __restrict__ ids, 
                                           const X* __restrict__ dy, float* __restrict__ dtable, std::int64_t T, std::int64_t D) {
   const std::int64_t first = blockIdx.x, d = (std::int64_t(blockIdx.y) * kThreads + threadIdx.x) * kCount;
   const std::int32_t id = ids[first];
-  if ((first > 0 && ids[first - 1] == id) || d >= D) return;
+  if (id == kElsewhere || (first > 0 && ids[first - 1] == id) || d >= D) return;
   float* to = dtable + id * D + d;
   auto sum = load<kCount>(to);
   for (std::int64_t at = first;; at += kTogether) {
@@ -45,6 +45,14 @@ __global__ void embedding_backward_kernel(const std::int32_t* __restrict__ ids, 
   store<kCount>(to, sum);
 }
 
+// grid (T, blocks of kThreads units of a row), block (kThreads)
+template <class Unit>
+__global__ void embedding_forward_kernel(const std::int32_t* __restrict__ ids, const Unit* __restrict__ table, Unit* __restrict__ y,
+                                         std::int64_t units) {
+  const std::int64_t t = blockIdx.x, i = std::int64_t(blockIdx.y) * kThreads + threadIdx.x;
+  if (i < units) y[t * units + i] = ids[t] == kElsewhere ? Unit{} : table[ids[t] * units + i];
+}
+
 template <class X, int kCount>
 void gather(Context& ctx, const EmbeddingBackward& a, const std::int32_t* ids, const std::int32_t* position) {
   const std::int64_t T = a.dy.shape[0], D = a.dy.shape[1];
@@ -55,10 +63,14 @@ void gather(Context& ctx, const EmbeddingBackward& a, const std::int32_t* ids, c
 }  // namespace
 
 void cuda::embedding(Context& ctx, const EmbeddingForward& a) {
-  const std::int64_t row = a.y.shape[1] * size_of(a.y.dtype);
-  copy_rows<std::int32_t>(
-      ctx, {.from = a.table.data, .to = a.y.data, .rows = a.y.shape[0], .bytes = row, .from_stride = row, .to_stride = row},
-      a.ids.as<std::int32_t>(), nullptr);
+  const std::int64_t T = a.y.shape[0], row = a.y.shape[1] * size_of(a.y.dtype);
+  if (T == 0 || row == 0) return;
+  with_unit(address(a.table.data) | address(a.y.data) | std::uint64_t(row), [&](auto unit) {
+    using Unit = decltype(unit);
+    const std::int64_t units = row / std::int64_t(sizeof(Unit));
+    launch(ctx, embedding_forward_kernel<Unit>, {dim3(blocks(T, 1), blocks(units, kThreads)), kThreads}, a.ids.as<std::int32_t>(),
+           static_cast<const Unit*>(a.table.data), static_cast<Unit*>(a.y.data), units);
+  });
 }
 
 void cuda::embedding(Context& ctx, const EmbeddingBackward& a) {
@@ -69,7 +81,7 @@ void cuda::embedding(Context& ctx, const EmbeddingBackward& a) {
   const auto scratch = [&] { return ctx.scratch.take(DType::i32, {T}).as<std::int32_t>(); };
   std::int32_t *ids = scratch(), *order = scratch(), *position = scratch();
   launch(ctx, embedding_positions_kernel, {blocks(T, kThreads), kThreads}, order, T);
-  const int bits = std::max(1, int(std::bit_width(std::uint64_t(V - 1))));  // of an id
+  const int bits = std::max(1, int(std::bit_width(std::uint64_t(V))));  // of an id, and one more that is none
   std::size_t bytes = 0;
   const auto sort = [&](void* storage) {
     cuda_ok(cub::DeviceRadixSort::SortPairs(storage, bytes, a.ids.as<std::int32_t>(), ids, order, position, int(T), 0, bits,

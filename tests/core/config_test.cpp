@@ -64,7 +64,7 @@ model:
   attn_res_block_size: 2
   tie_word_embeddings: true
   max_position_embeddings: 4096
-parallel: {data_parallel: 2, expert_parallel: 3, sharding: gradients, reshard_after_use: false, expert_sharding: none}
+parallel: {data_parallel: 2, expert_parallel: 3, sharding: gradients, reshard_after_use: false, bucket_size: 2 mib, expert_sharding: none}
 data: {train: [/, /usr], eval: /usr, format: tokens, sequence_length: 64, packing: false, shuffle: false, exclude: MPL*,
        bad_lines: skip}
 training: {steps: 20, micro_batch_size: 2, gradient_accumulation: 4, grad_clip: 0.5, eval_every: 5,
@@ -141,6 +141,7 @@ monitor: {expert_load_alert: 4, profile_steps: 6}
   CHECK(c.parallel.expert_parallel == 3);
   CHECK(c.parallel.sharding == parallel::Sharding::gradients);
   CHECK_FALSE(c.parallel.reshard_after_use);
+  CHECK(c.parallel.bucket_size.bytes == 2 << 20);
   CHECK_FALSE(c.parallel.expert_sharding);
   CHECK(c.data.train == std::vector<std::string>{"/", "/usr"});
   CHECK(c.data.eval == std::vector<std::string>{"/usr"});

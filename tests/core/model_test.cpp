@@ -34,12 +34,13 @@ Losses losses_held(core::Trainer& t, Stack& kept, const io::Batch& host, std::sp
   core::Pass pass = t.make_pass(batch, totals, core::PassMode::held);
   const auto mark = pass.kept.mark();
   t.model().forward(pass, t.layout(), {}, held);
-  for (const int unit : {t.layout().head, t.layout().embedding})
-    if (unit == t.layout().head || t.config().model.tie_word_embeddings) {
-      t.params().reduce(unit);
-      t.params().release(unit);
-    }
-  if (t.layout().router_bias >= 0) t.params().release(t.layout().router_bias);
+  std::vector<int> units = t.layout().head;
+  if (t.config().model.tie_word_embeddings) units.insert(units.end(), t.layout().embedding.begin(), t.layout().embedding.end());
+  for (const int unit : units) {
+    t.params().reduce(unit);
+    t.params().release(unit);
+  }
+  for (const int unit : t.layout().router_bias) t.params().release(unit);
   pass.kept.release(mark);
   return {*pass.losses.lm.as<double>() * pass.scales.per_label, *pass.losses.balance.as<double>(),
           *pass.losses.indexer.as<double>() * pass.scales.per_token * t.config().loss.indexer_coefficient};

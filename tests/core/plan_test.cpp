@@ -44,6 +44,7 @@ Config even_config(int ranks, parallel::Sharding sharding) {
   c.training.steps = 1;
   c.parallel.data_parallel = ranks;
   c.parallel.sharding = sharding;
+  c.parallel.bucket_size.bytes = 0;  // a layer at a time
   return c;
 }
 
@@ -191,7 +192,7 @@ TEST_CASE("experts over ranks exchange what balanced routing sends", "[core]") {
 TEST_CASE("a plan holds what a real step takes, to the byte and in every category", "[core]") {
   Config c = GENERATE(test::tiny_config(), test::tiny_linear_config());
   c.run.dtype = GENERATE(DType::f64, DType::f32, DType::bf16);
-  c.memory.activation_checkpointing = GENERATE(Checkpointing::none, Checkpointing::full);
+  c.memory.activation_checkpointing = GENERATE(Checkpointing::none, Checkpointing::selective, Checkpointing::full);
   c.moe.balance = Balance::sign;
   c.training.gradient_accumulation = 2;
   const Plan plan = make_plan(c);
@@ -211,8 +212,11 @@ TEST_CASE("a plan holds what a real step takes, to the byte and in every categor
 
 TEST_CASE("ranks of a plan are those that a dry step of each tells apart", "[core]") {
   Config c = test::tiny_config();
-  c.parallel.data_parallel = 5;
-  c.parallel.expert_parallel = GENERATE(1, 2, 4);
+  const bool cut = GENERATE(false, true);
+  c.parallel.tensor_parallel = cut ? 3 : 1;  // 61 words, 40 and 11 columns, 27 tokens
+  if (cut) c.model.linear_attn.num_heads = 3;
+  c.parallel.data_parallel = cut ? 2 : 5;
+  c.parallel.expert_parallel = cut ? 2 : GENERATE(1, 2, 4);
   c.parallel.expert_sharding = GENERATE(true, false);
   c.training.micro_batch_size = 3;
   c.data.sequence_length = 9;  // 54 slots to 8 experts

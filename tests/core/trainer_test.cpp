@@ -3,9 +3,11 @@
 #include "core/trainer.h"
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "core/monitor.h"
+#include "core/plan.h"
 #include "core/schedule.h"
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
@@ -328,4 +330,50 @@ TEST_CASE("a pattern that names no parameter is a fault of the job") {
   CHECK_THROWS_AS(core::Trainer(c, parallel::solo(), Device::cpu), Error);
   c.training.trainable = {"*e_score_correction_bias"};  // has no gradient: nothing would be trained
   CHECK_THROWS_AS(core::Trainer(c, parallel::solo(), Device::cpu), Error);
+}
+
+TEST_CASE("state in host memory gives the bits of state on the device, in slices of any size, and loads from either's checkpoints",
+          "[core]") {
+  core::Config base = tiny_config();
+  base.run.dtype = GENERATE(DType::bf16, DType::f32, DType::f64);
+  base.moe.balance = core::Balance::quantile;
+  const auto run = [](core::Trainer& t) {
+    std::vector<double> losses;
+    for (int s = 0; s < 3; ++s) losses.push_back(t.step(synthetic_step(t)).loss);
+    return losses;
+  };
+  core::Trainer there(base, parallel::solo(), Device::cpu);
+  there.initialize();
+  const auto want = run(there);
+  const std::int64_t state = there.memory().now(Category::optimizer);
+  for (const std::int64_t slice : {std::int64_t(4096), std::int64_t(50000), std::int64_t(1) << 30}) {
+    CAPTURE(slice);
+    core::Config c = base;
+    c.memory.offload = {.optimizer = true, .experts = slice == 50000, .slice = {slice}};
+    core::Trainer t(c, parallel::solo(), Device::cpu, /*poison=*/true);
+    t.initialize();
+    CHECK(run(t) == want);
+    CHECK(t.host_memory().now(Category::optimizer) == state);
+    CHECK(t.memory().now(Category::optimizer) <= 3 * slice);
+    for (int i = 0; i < t.table().size(); ++i) {
+      const auto rows = t.params().update_rows(i);
+      for (const auto& [a, b] : {std::pair{t.params().stored(i, rows), there.params().stored(i, rows)},
+                                 {t.optimizer().exp_avg(i, rows), there.optimizer().exp_avg(i, rows)},
+                                 {t.optimizer().master(i, rows), there.optimizer().master(i, rows)}})
+        CHECK((!a.present() || std::memcmp(a.data, b.data, std::size_t(a.bytes())) == 0));
+    }
+    const core::Plan plan = core::make_plan(c);
+    CHECK(plan.ranks[0].device_bytes[std::size_t(Category::optimizer)] == t.memory().peaks()[std::size_t(Category::optimizer)]);
+    CHECK(plan.ranks[0].host_bytes[std::size_t(Category::optimizer)] == state);
+    for (const Category k : {Category::weights, Category::gradients}) {
+      CHECK(plan.ranks[0].device_bytes[std::size_t(k)] == t.memory().peaks()[std::size_t(k)]);
+      CHECK(plan.ranks[0].host_bytes[std::size_t(k)] == t.host_memory().peaks()[std::size_t(k)]);
+    }
+    if (!c.memory.offload.experts) continue;
+    std::int64_t experts = 0;
+    for (const core::Param& p : t.table().all())
+      if (p.unit == core::UnitKind::experts) experts += p.shape.count() * size_of(c.run.dtype);
+    CHECK(t.host_memory().now(Category::weights) == experts);
+    CHECK(t.memory().now(Category::weights) == there.memory().now(Category::weights) - experts);
+  }
 }

@@ -39,8 +39,8 @@ struct Layout {
   int data = 1, expert = 1;
   Sharding sharding = Sharding::full;
   bool expert_sharding = true;
-  int sequence = 1;
-  int ranks() const { return data * expert * sequence; }
+  int sequence = 1, tensor = 1;
+  int ranks() const { return data * expert * sequence * tensor; }
 };
 
 core::Config config_of(DType dtype, const Layout& l) {
@@ -51,6 +51,7 @@ core::Config config_of(DType dtype, const Layout& l) {
   c.parallel.data_parallel = l.data;
   c.parallel.expert_parallel = l.expert;
   c.parallel.sequence_parallel = l.sequence;
+  c.parallel.tensor_parallel = l.tensor;
   c.parallel.sharding = l.sharding;
   c.parallel.expert_sharding = l.expert_sharding;
   c.training.gradient_accumulation = 8 / (l.data * l.expert);
@@ -59,7 +60,8 @@ core::Config config_of(DType dtype, const Layout& l) {
 
 struct Held {
   std::string dataset;
-  std::int64_t first_row;
+  std::int64_t first;  // element of the whole that is the first here, and
+  std::int64_t row;    // from there on those of a row
   Tensor rows;
 };
 // What this rank stores of every tensor that a checkpoint holds.
@@ -68,12 +70,13 @@ std::vector<Held> held_by(core::Trainer& t) {
   for (int i = 0; i < t.table().size(); ++i) {
     const auto rows = t.params().update_rows(i);
     const std::string& name = t.table()[i].name;
-    const std::int64_t first = t.layout().first_row[std::size_t(i)] + rows.begin;
-    all.push_back({name, first, t.params().stored(i, rows)});
-    if (t.optimizer().has_master(i)) all.push_back({"master/" + name, first, t.optimizer().master(i, rows)});
+    const std::int64_t row = t.table()[i].shape.row(),
+                       first = (t.layout().first_row[std::size_t(i)] + rows.begin) * row + t.layout().first_column[std::size_t(i)];
+    all.push_back({name, first, row, t.params().stored(i, rows)});
+    if (t.optimizer().has_master(i)) all.push_back({"master/" + name, first, row, t.optimizer().master(i, rows)});
     if (!t.optimizer().has_state(i)) continue;
-    all.push_back({"optimizer/exp_avg/" + name, first, t.optimizer().exp_avg(i, rows)});
-    all.push_back({"optimizer/exp_avg_sq/" + name, first, t.optimizer().exp_avg_sq(i, rows)});
+    all.push_back({"optimizer/exp_avg/" + name, first, row, t.optimizer().exp_avg(i, rows)});
+    all.push_back({"optimizer/exp_avg_sq/" + name, first, row, t.optimizer().exp_avg_sq(i, rows)});
   }
   return all;
 }
@@ -107,9 +110,12 @@ std::string differs(core::Trainer& t, const Whole& whole) {
   for (const Held& h : held_by(t)) {
     const auto found = whole.find(h.dataset);
     if (found == whole.end()) return "no " + h.dataset;
-    const auto row_bytes = h.rows.shape.row() * size_of(h.rows.dtype);
-    if (std::memcmp(found->second.data() + h.first_row * row_bytes, h.rows.data, std::size_t(h.rows.bytes())) != 0)
-      return h.dataset;
+    const auto size = size_of(h.rows.dtype);
+    for (std::int64_t r = 0; r < h.rows.shape[0]; ++r) {
+      const Tensor here = h.rows.rows(r, r + 1);
+      if (std::memcmp(found->second.data() + (h.first + r * h.row) * size, here.data, std::size_t(here.bytes())) != 0)
+        return h.dataset;
+    }
   }
   return {};
 }
@@ -179,18 +185,24 @@ TEST_CASE("20 steps are 8 steps, a stop of one rank, and the rest: metrics, expe
 }
 
 TEST_CASE("what any of nine layouts saved, every other loads to the last bit, and its next ten losses are those of the run that went on") {
-  const std::vector<Layout> layouts{{1, 1, Sharding::full},     {4, 1, Sharding::full},      {1, 4, Sharding::optimizer},
-                                    {2, 2, Sharding::full},     {2, 2, Sharding::gradients}, {2, 2, Sharding::none},
-                                    {2, 2, Sharding::full, false}, {4, 1, Sharding::none},
+  const std::vector<Layout> layouts{{1, 1, Sharding::full},
+                                    {4, 1, Sharding::full},
+                                    {1, 4, Sharding::optimizer},
+                                    {2, 2, Sharding::full},
+                                    {1, 2, Sharding::gradients, true, 1, 2},
+                                    {2, 2, Sharding::none},
+                                    {2, 2, Sharding::full, false},
+                                    {1, 1, Sharding::none, true, 1, 4},
                                     {1, 2, Sharding::gradients, true, 2}};
   const SharedFolder folder;
   int number = 0;
   for (const bool tied : {false, true})
     for (const Layout& from : layouts) {
-      CAPTURE(tied, from.data, from.expert, from.sequence, int(from.sharding), from.expert_sharding);
+      CAPTURE(tied, from.data, from.expert, from.sequence, from.tensor, int(from.sharding), from.expert_sharding);
       const auto job = [&](DType dtype, const Layout& l) {
         core::Config c = config_of(dtype, l);
         if (tied) c.model = tiny_linear_config().model;
+        c.model.num_attention_heads = c.model.linear_attn.num_heads = 4;
         c.model.num_hidden_layers = 2;
         c.model.linear_attn.full_attn_layers = {2};
         c.data.sequence_length = 16;
@@ -224,7 +236,7 @@ TEST_CASE("what any of nine layouts saved, every other loads to the last bit, an
         CHECK(std::count_if(whole.begin(), whole.end(), [](const auto& w) { return w.first.starts_with("master/"); }) >
               (dtype == DType::bf16 ? 10 : -1));
         for (const Layout& to : layouts) {
-          CAPTURE(to.data, to.expert, to.sequence, int(to.sharding), to.expert_sharding);
+          CAPTURE(to.data, to.expert, to.sequence, to.tensor, int(to.sharding), to.expert_sharding);
           core::Trainer t(job(dtype, to), world_of(to.ranks()), Device::cpu, /*poison=*/true);
           core::load_checkpoint(t, saved + "/step_00000002", true);
           CHECK(differs(t, whole) == "");

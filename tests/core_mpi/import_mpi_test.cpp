@@ -19,11 +19,13 @@ namespace fs = std::filesystem;
 
 namespace {
 
-core::Config config_of(parallel::Sharding sharding, std::uint64_t seed) {
+core::Config config_of(parallel::Sharding sharding, std::uint64_t seed, bool cut = false) {
   core::Config c = tiny_config();
   c.run.dtype = DType::bf16;
   c.run.seed = seed;
-  c.parallel.data_parallel = c.parallel.expert_parallel = 2;
+  c.model.num_attention_heads = c.model.linear_attn.num_heads = 4;
+  c.parallel.data_parallel = c.parallel.expert_parallel = cut ? 1 : 2;
+  c.parallel.tensor_parallel = cut ? 4 : 1;
   c.parallel.sharding = sharding;
   return c;
 }
@@ -51,13 +53,16 @@ TEST_CASE("four ranks export, import and start from either with the weights they
     CHECK(files > 6);
   }
   world.barrier();
-  for (const auto sharding :
-       {parallel::Sharding::none, parallel::Sharding::optimizer, parallel::Sharding::gradients, parallel::Sharding::full})
+  for (const auto& [sharding, cut] : {std::pair{parallel::Sharding::none, false},
+                                      {parallel::Sharding::optimizer, false},
+                                      {parallel::Sharding::gradients, false},
+                                      {parallel::Sharding::full, false},
+                                      {parallel::Sharding::full, true}})
     for (const char* from : {"hf", "imported", "run"}) {
-      CAPTURE(from, int(sharding));
-      core::Trainer t(config_of(sharding, 4), parallel::mpi_world(), Device::cpu, /*poison=*/true);
+      CAPTURE(from, int(sharding), cut);
+      core::Trainer t(config_of(sharding, 4, cut), parallel::mpi_world(), Device::cpu, /*poison=*/true);
       core::initialize_from(t, folder / from);
-      core::Trainer want(config_of(sharding, 3), parallel::mpi_world(), Device::cpu, /*poison=*/true);
+      core::Trainer want(config_of(sharding, 3, cut), parallel::mpi_world(), Device::cpu, /*poison=*/true);
       want.initialize();
       for (int i = 0; i < t.table().size(); ++i) {
         CAPTURE(t.table()[i].name);

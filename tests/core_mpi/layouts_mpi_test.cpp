@@ -3,10 +3,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "core/trainer.h"
-#include "tests/support/catch.h"
-#include "tests/support/compare.h"
-#include "tests/support/tiny.h"
+#include "tests/support/layouts.h"
 
 using namespace moetrain;
 using namespace moetrain::test;
@@ -14,84 +11,25 @@ using parallel::Sharding;
 
 namespace {
 
-constexpr int kSteps = 10;
 constexpr std::int64_t kGlobalSequences = 8;
 
-struct Curve {
-  std::vector<double> losses, norms;
-  std::vector<std::int64_t> expert_tokens;  // of all steps
-  std::int64_t limited = 0;                 // slots rerouted or dropped
-};
-
-// Ranks [first, first + ranks) of the job's four, as a world of their own; collective over all four.
-std::unique_ptr<parallel::Communicator> world_of(int ranks) {
-  auto all = parallel::mpi_world();
-  REQUIRE(all->size() == 4);
-  const int first = all->rank() / ranks * ranks;
-  std::vector<int> members;
-  for (int r = first; r < first + ranks; ++r) members.push_back(r);
-  return all->subgroup(members);
-}
-
-struct Layout {
-  int data = 1, expert = 1;
-  std::int64_t micro_batch = 1;  // sequences
-  Sharding sharding = Sharding::full;
-  bool reshard = true, expert_sharding = true, recompute = false;
-  std::int64_t parts = 1;  // of the exchange
-  int sequence = 1;
-  int ranks() const { return data * expert * sequence; }
-};
-
-core::Config config_of(const core::Config& base, const Layout& l) {
-  core::Config c = base;
-  c.parallel.data_parallel = l.data;
-  c.parallel.expert_parallel = l.expert;
-  c.parallel.sequence_parallel = l.sequence;
-  c.parallel.sharding = l.sharding;
-  c.parallel.reshard_after_use = l.reshard;
-  c.parallel.expert_sharding = l.expert_sharding;
-  c.moe.overlap_chunks = l.parts;
-  c.training.micro_batch_size = l.micro_batch;
-  c.training.gradient_accumulation = kGlobalSequences / (l.data * l.expert * l.micro_batch);
-  c.memory.activation_checkpointing = l.recompute ? core::Checkpointing::full : core::Checkpointing::none;
-  return c;
-}
+core::Config config_of(const core::Config& base, const Layout& l) { return config_of(base, l, kGlobalSequences); }
 
 // document_length: of every document; 0: uneven ones.
 Curve run(const core::Config& c, std::unique_ptr<parallel::Communicator> world, std::int64_t document_length = 0) {
   core::Trainer t(c, std::move(world), Device::cpu, /*poison=*/true);
-  t.initialize();
-  disturb(t, 0.05);
-  Curve curve;
-  for (int s = 0; s < kSteps; ++s) {
-    const auto r = t.step(synthetic_step(t, /*seed=*/7, document_length));
-    curve.losses.push_back(r.loss);
-    curve.norms.push_back(r.grad_norm);
-    curve.limited += r.rerouted + r.dropped;
-    curve.expert_tokens.insert(curve.expert_tokens.end(), r.expert_tokens.begin(), r.expert_tokens.end());
-    // The same bits on every rank.
-    std::vector<double> all(std::size_t(t.mesh().shape().ranks()));
-    const parallel::Communicator::Gather piece{&r.grad_norm, all.data(), sizeof(double)};
-    t.mesh().world().control->all_gather({&piece, 1});
-    CHECK(std::all_of(all.begin(), all.end(), [&](double x) { return x == r.grad_norm; }));
-  }
-  return curve;
+  return curve_of(t, [&](core::Trainer& of) { return synthetic_step(of, /*seed=*/7, document_length); });
 }
 
-void check_layout(const core::Config& base, const Curve& one, const Layout& l, std::int64_t document_length = 0, double bound = 1e-9) {
-  CAPTURE(l.data, l.expert, l.sequence, l.micro_batch, int(l.sharding), l.reshard, l.expert_sharding, l.recompute, l.parts,
-          document_length);
-  const Curve c = run(config_of(base, l), world_of(l.ranks()), document_length);
-  CHECK(difference(c.losses, one.losses, bound) == "");
-  CHECK(difference(c.norms, one.norms, bound) == "");
-  CHECK(c.expert_tokens == one.expert_tokens);
-  CHECK(c.limited == one.limited);
+void check_layout(const core::Config& base, const Curve& one, const Layout& l, std::int64_t document_length = 0) {
+  CAPTURE(l.data, l.expert, l.sequence, l.tensor, l.bucket, l.micro_batch, int(l.sharding), l.reshard, l.expert_sharding,
+          l.recompute, l.parts, document_length);
+  check_curves(run(config_of(base, l), world_of(l.ranks()), document_length), one, 1e-9);
 }
 
 Curve one_rank(const core::Config& base, std::int64_t document_length = 0) {
   const Curve one = run(config_of(base, {.micro_batch = kGlobalSequences}), parallel::solo(), document_length);
-  REQUIRE(one.losses.back() < one.losses.front());
+  REQUIRE(*std::min_element(one.losses.begin(), one.losses.end()) < one.losses.front());
   return one;
 }
 
@@ -127,6 +65,22 @@ TEST_CASE("accumulation, recomputation, resharding and resident experts give the
   check_layout(base, one, {.data = 2, .expert = 2, .micro_batch = 1, .sharding = Sharding::gradients, .recompute = true});
   check_layout(base, one, {.data = 2, .expert = 2, .micro_batch = 2, .expert_sharding = false});
   check_layout(base, one, {.data = 4, .micro_batch = 1, .expert_sharding = false, .recompute = true});
+}
+
+TEST_CASE("gradients that leave together, and weights that are gathered ahead, give the same bits as a layer at a time") {
+  const auto base = balanced(core::Balance::quantile);
+  for (Layout l : {Layout{.data = 2, .expert = 2, .micro_batch = 1},
+                   Layout{.data = 4, .micro_batch = 1, .sharding = Sharding::gradients, .recompute = true},
+                   Layout{.expert = 2, .micro_batch = 2, .sequence = 2}}) {
+    const Curve apart = run(config_of(base, l), world_of(4));
+    for (const std::int64_t bucket : {20000, 100000, 1 << 30}) {  // some layers, most, all; a layer has about 30 kB of gradients
+      CAPTURE(l.data, l.expert, bucket);
+      l.bucket = bucket;
+      const Curve c = run(config_of(base, l), world_of(4));
+      CHECK(c.losses == apart.losses);
+      CHECK(c.norms == apart.norms);
+    }
+  }
 }
 
 TEST_CASE("the exchange in parts gives the same bits as in one") {
@@ -334,4 +288,138 @@ TEST_CASE("adapters and their dropout fall on the same tokens where sequences ar
   const Curve with_experts = one_rank(base);
   check_layout(base, with_experts, {.micro_batch = 2, .sequence = 4});
   check_layout(base, with_experts, {.expert = 2, .micro_batch = 2, .recompute = true, .sequence = 2});
+}
+
+namespace {
+
+// Heads that two and four ranks share, and nothing else that they do: a vocabulary of 61, widths of 40 and 11, texts of 27.
+core::Config with_heads(core::Config c) {
+  c.model.num_attention_heads = c.model.linear_attn.num_heads = 4;
+  c.data.sequence_length = 27;
+  c.optimizer.lr =
+      1e-3;  // norms of these texts go up and down by two: at 3e-3 any layout's rounding may grow to 2e-9 of one in ten steps
+  return c;
+}
+
+}  // namespace
+
+TEST_CASE("matrices cut over ranks give the losses and norms of one rank, with every sharding, axis and recomputation") {
+  const auto base = with_heads(balanced(core::Balance::quantile));
+  const Curve one = one_rank(base);
+  for (const auto sharding : {Sharding::full, Sharding::gradients, Sharding::optimizer, Sharding::none}) {
+    check_layout(base, one, {.micro_batch = 1, .sharding = sharding, .tensor = 4});
+    check_layout(base, one, {.data = 2, .micro_batch = 2, .sharding = sharding, .recompute = true, .tensor = 2});
+    check_layout(base, one, {.expert = 2, .micro_batch = 2, .sharding = sharding, .parts = 2, .tensor = 2});
+  }
+  check_layout(base, one, {.micro_batch = 4, .reshard = false, .expert_sharding = false, .tensor = 4, .bucket = 50000});
+  auto even = base;
+  even.data.sequence_length = 24;
+  const Curve whole = one_rank(even);
+  for (const std::int64_t document_length : {0, 24, 5}) {
+    const Curve of_one = one_rank(even, document_length);
+    check_layout(even, of_one, {.micro_batch = 2, .sequence = 2, .tensor = 2}, document_length);
+  }
+  check_layout(even, whole, {.micro_batch = 1, .recompute = true, .sequence = 2, .tensor = 2});
+}
+
+TEST_CASE("every balance, a limit of the experts among them, gives the losses of one rank where matrices are cut") {
+  for (const auto balance : {core::Balance::sign, core::Balance::auxiliary, core::Balance::none}) {
+    const auto base = with_heads(balanced(balance));
+    const Curve one = one_rank(base);
+    check_layout(base, one, {.micro_batch = 2, .tensor = 4});
+    check_layout(base, one, {.expert = 2, .micro_batch = 2, .tensor = 2});
+  }
+  auto base = with_heads(balanced(core::Balance::auxiliary));
+  base.moe.auxiliary_scope = core::AuxiliaryScope::global_batch;
+  const Curve one = one_rank(base);
+  check_layout(base, one, {.data = 2, .micro_batch = 4, .tensor = 2});
+  base.moe.auxiliary_scope = core::AuxiliaryScope::micro_batch;
+  const Curve by_two = run(config_of(base, {.micro_batch = 2}), parallel::solo());
+  check_layout(base, by_two, {.data = 2, .micro_batch = 2, .tensor = 2});
+  base = with_heads(balanced(core::Balance::auxiliary));
+  base.data.sequence_length = 24;
+  const Curve even = one_rank(base);
+  check_layout(base, even, {.micro_batch = 2, .sequence = 2, .tensor = 2});
+  base = with_heads(balanced(core::Balance::sign));
+  base.moe.capacity_factor = 1.1;
+  const Curve limited = one_rank(base);
+  CHECK(limited.limited > 0);
+  check_layout(base, limited, {.data = 2, .micro_batch = kGlobalSequences / 2, .tensor = 2});
+  check_layout(base, limited, {.micro_batch = kGlobalSequences, .tensor = 4});
+}
+
+TEST_CASE(
+    "chunks of the loss, a dense indexer stage, and the tied Kimi-Linear kind have the losses of one rank where matrices are cut") {
+  auto base = with_heads(balanced(core::Balance::none));
+  const Curve one = one_rank(base);
+  for (const auto& [seq, vocab] : {std::pair{1, 61}, {7, 5}, {1000, 1}, {31, 15}}) {
+    auto c = base;
+    c.loss.seq_chunk = seq;
+    c.loss.vocab_chunk = vocab;
+    check_layout(c, one, {.data = 2, .micro_batch = 2, .tensor = 2});
+  }
+  base.loss.indexer_stage = core::IndexerStage::dense;
+  core::Config linear = with_heads(tiny_linear_config());
+  linear.moe.balance = core::Balance::quantile;
+  for (const auto& kind : {base, linear}) {
+    const Curve of_one = one_rank(kind);
+    check_layout(kind, of_one, {.micro_batch = 2, .tensor = 4});
+    check_layout(kind, of_one, {.expert = 2, .micro_batch = 1, .recompute = true, .tensor = 2});
+  }
+}
+
+TEST_CASE("adapters and their dropout fall on the same inputs where matrices are cut") {
+  auto base = with_heads(with_dropout());
+  const Curve one = one_rank(base);
+  check_layout(base, one, {.micro_batch = 1, .tensor = 4});
+  check_layout(base, one, {.expert = 2, .micro_batch = 2, .tensor = 2});
+  base.lora = core::LoraConfig{
+      .rank = 3, .alpha = 6, .shared_a = true, .target = {"attention", "shared", "expert_proj", "latent", "head", "*.indexer.*"}};
+  base.loss.indexer_stage = core::IndexerStage::sparse;
+  const Curve with_experts = one_rank(base);
+  check_layout(base, with_experts, {.micro_batch = 2, .tensor = 4});
+  check_layout(base, with_experts, {.expert = 2, .micro_batch = 2, .recompute = true, .tensor = 2});
+}
+
+TEST_CASE("results that backward finds have the bits of computing them again, whatever is cut over ranks") {
+  const auto base = with_heads(balanced(core::Balance::quantile));
+  auto even = base;
+  even.data.sequence_length = 24;
+  for (const Layout& l : {Layout{.expert = 4, .micro_batch = 2, .recompute = true, .parts = 2},
+                          Layout{.data = 2, .expert = 2, .micro_batch = 1, .recompute = true},
+                          Layout{.expert = 2, .micro_batch = 2, .recompute = true, .tensor = 2},
+                          Layout{.expert = 2, .micro_batch = 2, .recompute = true, .sequence = 2}}) {
+    CAPTURE(l.data, l.expert, l.sequence, l.tensor);
+    core::Config c = config_of(l.sequence > 1 ? even : base, l);
+    const Curve again = run(c, world_of(4));
+    const std::vector<std::string> all{"linear", "grouped_linear", "kda", "attention", "exchange"};
+    for (const auto& cache : {core::CacheConfig{all, {}, {1 << 30}}, core::CacheConfig{{"auto"}, {40000}, {60000}},
+                              core::CacheConfig{{"exchange"}, {5000}, {}}}) {
+      c.memory.cache = cache;
+      const Curve found = run(c, world_of(4));
+      CHECK(found.losses == again.losses);
+      CHECK(found.norms == again.norms);
+      CHECK(found.expert_tokens == again.expert_tokens);
+    }
+  }
+}
+
+TEST_CASE(
+    "experts and optimizer state in host memory give the bits of the device's, with any sharding, adapters or recomputation") {
+  auto base = balanced(core::Balance::quantile);
+  for (const bool adapters : {false, true}) {
+    if (adapters) base.lora = core::LoraConfig{.rank = 3, .alpha = 6, .target = {"attention", "expert_proj"}};
+    for (const Layout& l : {Layout{.data = 2, .expert = 2, .micro_batch = 1},
+                            Layout{.data = 2, .expert = 2, .micro_batch = 2, .sharding = Sharding::none, .recompute = true},
+                            Layout{.expert = 4, .micro_batch = 2, .reshard = false, .parts = 2},
+                            Layout{.data = 4, .micro_batch = 1, .sharding = Sharding::optimizer, .expert_sharding = false}}) {
+      CAPTURE(adapters, l.data, l.expert, int(l.sharding));
+      core::Config c = config_of(base, l);
+      const Curve here = run(c, world_of(4));
+      c.memory.offload = {.optimizer = true, .experts = true, .slice = {20000}};
+      const Curve there = run(c, world_of(4));
+      CHECK(there.losses == here.losses);
+      CHECK(there.norms == here.norms);
+    }
+  }
 }

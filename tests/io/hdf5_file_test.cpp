@@ -221,6 +221,41 @@ TEST_CASE("a virtual data set reads its parts, also after the folder moved, and 
   CHECK(same_bits(x.rows(0, 4), head));
 }
 
+TEST_CASE("parts of rows and columns make a virtual data set whole, and are read as such", "[io][cpu]") {
+  const test::TempFolder folder;
+  test::Bench bench;
+  const auto dtype = GENERATE(DType::bf16, DType::f64);
+  const auto x = bench.normal(dtype, {5, 7});
+  const auto block = [&](std::int64_t row, std::int64_t rows, std::int64_t column, std::int64_t columns) {
+    return bench.filled(dtype, {rows, columns},
+                        [&](std::int64_t i) { return test::Bench::get(x, (row + i / columns) * 7 + column + i % columns); });
+  };
+  const std::string view = folder / "checkpoint.h5";
+  {
+    Hdf5File::create(folder / "a.h5").write("w", block(0, 3, 0, 4));
+    Hdf5File::create(folder / "b.h5").write("w", block(3, 2, 0, 4));
+    Hdf5File::create(folder / "c.h5").write("w", block(0, 5, 4, 3));
+    auto whole = Hdf5File::create(view);
+    whole.create_virtual("w", dtype, {5, 7}, {{"a.h5", "w", 0, 3, 0, 4}, {"b.h5", "w", 3, 2, 0, 4}, {"c.h5", "w", 0, 5, 4, 3}});
+    CHECK_THROWS_AS(whole.create_virtual("v", dtype, {5, 7}, {{"a.h5", "w", 0, 3, 4, 4}}), Error);
+  }
+  {
+    const auto whole = Hdf5File::open(view);
+    whole.check_complete("w");
+    const auto y = bench.empty(dtype, {5, 7}), part = bench.empty(dtype, {3, 4});
+    whole.read("w", y);
+    CHECK(same_bits(x, y));
+    whole.read_block("w", 1, 2, part);
+    CHECK(same_bits(part, block(1, 3, 2, 4)));
+    CHECK(contains(error_of([&] { whole.read_block("w", 1, 4, part); }), "[3, 4] at row 1, column 4 does not fit"));
+  }
+  std::filesystem::remove(folder / "c.h5");
+  CHECK(contains(error_of([&] {
+                   Hdf5File::open(view).read_block("w", 1, 2, bench.empty(dtype, {3, 4}));
+                 }),
+                 "c.h5: cannot open: No such file"));
+}
+
 TEST_CASE("attributes and long texts come back as they were written", "[io][cpu]") {
   const test::TempFolder folder;
   const std::string path = folder / "x.h5", text = std::string(200000, 'j') + "\n\"é\"\n";

@@ -109,6 +109,21 @@ TEST_CASE("attn_res backward is the slope of attn_res forward", "[ops][cpu]") {
   }
 }
 
+TEST_CASE("attn_res backward gives gamma and query the same gradients when the other is frozen", "[ops][cpu]") {
+  Bench b;
+  const Mix both(b, DType::f64, {3, 4, 3});
+  both.forward(b);
+  both.backward(b);
+  for (const bool gamma : {true, false}) {
+    Mix one = both;
+    (gamma ? one.dgamma : one.dquery) = b.zeros(DType::f64, (gamma ? both.dgamma : both.dquery).shape);
+    (gamma ? one.dquery : one.dgamma) = {};
+    one.backward(b);
+    CHECK(test::values_of(gamma ? one.dgamma : one.dquery) == test::values_of(gamma ? both.dgamma : both.dquery));
+  }
+  CHECK(b.guards_hold());
+}
+
 TEST_CASE("attn_res backward adds to every gradient", "[ops][cpu]") {
   Bench b;
   const Mix m(b, DType::f64, {3, 4, 3});
@@ -224,7 +239,7 @@ TEST_CASE("attn_res refuses sources and gradients that do not fit", "[ops][cpu]"
   }
   {
     Mix m = good;
-    m.dquery = {};
+    m.dquery = b.zeros(DType::f32, {4});
     CHECK_THROWS_AS(m.backward(b), Error);
   }
 }
@@ -264,9 +279,14 @@ TEST_CASE("attn_res with the norm that follows gives the bits of one after the o
   }
 }
 
+struct Trained {
+  bool gamma = true, query = true;
+};
+constexpr Trained kFrozen{false, false};
+
 // Forward with its norm, and backward, on the device; everything they write, on the host: weights, y, the norm's y and r, dgamma,
 // dquery, then the gradients of the sources.
-std::vector<Tensor> on_cuda(Bench& b, const Mix& m, const MixNorm& norm, bool frozen = false) {
+std::vector<Tensor> on_cuda(Bench& b, const Mix& m, const MixNorm& norm, Trained trained = {}) {
   test::DeviceBench d;
   const Tensor y = d.empty(m.y.dtype, m.y.shape), weights = d.empty(DType::f32, m.weights.shape), dgamma = d.copy(m.dgamma),
                dquery = d.copy(m.dquery), gamma = d.copy(m.gamma), query = d.copy(m.query), w = d.copy(norm.w),
@@ -289,8 +309,8 @@ std::vector<Tensor> on_cuda(Bench& b, const Mix& m, const MixNorm& norm, bool fr
                                                   .eps = 1e-5,
                                                   .weights = weights,
                                                   .dsources = dsources,
-                                                  .dgamma = frozen ? Tensor{} : dgamma,
-                                                  .dquery = frozen ? Tensor{} : dquery});
+                                                  .dgamma = trained.gamma ? dgamma : Tensor{},
+                                                  .dquery = trained.query ? dquery : Tensor{}});
   std::vector<Tensor> out{weights, y, normed, r, dgamma, dquery};
   out.insert(out.end(), dsources.begin(), dsources.end());
   const Tensor again = d.empty(m.y.dtype, m.y.shape);  // without a norm
@@ -314,11 +334,14 @@ TEST_CASE("attn_res on CUDA, with the norm that follows, is within rounding of t
       MixNorm wide_norm = norm;
       wide_norm.w = b.as(DType::f64, norm.w), wide_norm.y = b.empty(DType::f64, m.y.shape),
       wide_norm.r = b.empty(DType::f64, {s.T});
-      const auto got = on_cuda(b, m, norm), frozen = on_cuda(b, m, norm, true);
+      const auto got = on_cuda(b, m, norm), frozen = on_cuda(b, m, norm, kFrozen);
+      const auto gamma = on_cuda(b, m, norm, {.query = false}), query = on_cuda(b, m, norm, {.gamma = false});
       wide.forward(b);
       wide.backward(b);
       ops::rmsnorm(b.context(), wide_norm.of(wide.y));
       CHECK(test::values_of(frozen[4]) == std::vector<double>(std::size_t(s.D), 0));
+      CHECK((test::values_of(gamma[4]) == test::values_of(got[4]) && test::values_of(query[5]) == test::values_of(got[5])));
+      CHECK((test::values_of(gamma[5]) == test::values_of(frozen[5]) && test::values_of(query[4]) == test::values_of(frozen[4])));
       if (s.T == 0) continue;
       const double bound = type == DType::bf16 ? 4e-3 : 1e-5;
       CHECK(test::difference(got[0], wide.weights, 1e-5) == "");
@@ -359,7 +382,7 @@ TEST_CASE("attn_res on CUDA gives a token the same bits wherever it stands among
       many_norm.r = repeated(few_norm.r);
       for (Tensor& v : many.own) v = repeated(v);
       for (Tensor& dv : many.dsources) dv = repeated(dv);
-      const auto alone = on_cuda(b, few, few_norm, true), among = on_cuda(b, many, many_norm, true);
+      const auto alone = on_cuda(b, few, few_norm, kFrozen), among = on_cuda(b, many, many_norm, kFrozen);
       for (std::size_t n = 0; n < alone.size(); ++n) {
         if (n == 4 || n == 5) continue;  // gradients of gamma and query, here left alone
         bool same = among[n].bytes() == alone[n].bytes() * c.times;

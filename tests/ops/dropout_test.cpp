@@ -34,6 +34,21 @@ TEST_CASE("dropout zeroes its share, enlarges the rest, and is the same however 
   CHECK(values_of(x) == values_of(whole));
 }
 
+TEST_CASE("dropout of some columns is that of all columns", "[ops][cpu]") {
+  Bench bench;
+  constexpr std::int64_t T = 40, I = 53, first = 9, width = 21;
+  const Tensor ones = bench.filled(DType::f64, {T, I}, [](std::int64_t) { return 1.0; }), whole = bench.empty(DType::f64, {T, I}),
+               some = bench.filled(DType::f64, {T, width}, [](std::int64_t) { return 1.0; });
+  ops::Dropout d{.seed = 3, .stream = 4, .first_token = 1000, .share = 0.3, .x = ones, .y = whole};
+  ops::dropout(bench.context(), d);
+  d.x = d.y = some, d.column = first, d.width = I;
+  ops::dropout(bench.context(), d);
+  for (std::int64_t t = 0; t < T; ++t)
+    for (std::int64_t i = 0; i < width; ++i) CHECK(Bench::get(some, t * width + i) == Bench::get(whole, t * I + first + i));
+  d.column = 40;
+  CHECK_THROWS_AS(ops::dropout(bench.context(), d), Error);
+}
+
 TEST_CASE("dropout of nothing copies, and a share of all is refused", "[ops][cpu]") {
   Bench bench;
   const Tensor x = bench.uniform(DType::bf16, {3, 5}, -1, 1), y = bench.empty(DType::bf16, {3, 5});
@@ -53,15 +68,18 @@ TEST_CASE("dropout on CUDA leaves out and enlarges what the CPU does, from any p
                                       {9, 1024, std::int64_t(1) << 33}}) {
       CAPTURE(dtype, T, I, first);
       const Tensor x = bench.uniform(dtype, {T, I}, -1, 1), y = bench.empty(dtype, {T, I});
-      const Tensor dx = there.copy(x), dy = there.empty(dtype, {T, I});
-      ops::Dropout d{.seed = 3, .stream = 4, .first_token = first, .share = 0.3, .x = x, .y = y};
-      ops::dropout(bench.context(), d);
-      d.x = dx, d.y = dy;
-      ops::dropout(there.context(), d);
-      CHECK(values_of(there.to_host(bench, dy)) == values_of(y));
-      d.y = dx;
-      ops::dropout(there.context(), d);  // in place
-      CHECK(values_of(there.to_host(bench, dx)) == values_of(y));
+      for (const std::int64_t width : {I, I + 5}) {  // all columns, and the last of more
+        const Tensor dx = there.copy(x), dy = there.empty(dtype, {T, I});
+        ops::Dropout d{
+            .seed = 3, .stream = 4, .first_token = first, .share = 0.3, .x = x, .y = y, .column = width - I, .width = width};
+        ops::dropout(bench.context(), d);
+        d.x = dx, d.y = dy;
+        ops::dropout(there.context(), d);
+        CHECK(values_of(there.to_host(bench, dy)) == values_of(y));
+        d.y = dx;
+        ops::dropout(there.context(), d);  // in place
+        CHECK(values_of(there.to_host(bench, dx)) == values_of(y));
+      }
     }
   CHECK(there.guards_hold());
 }

@@ -78,15 +78,31 @@ TEST_CASE("random_normal of a part is that part of the whole, on every device", 
   CHECK(b.guards_hold());
 }
 
+TEST_CASE("random_normal of some columns is those of the whole", "[ops][cpu]") {
+  test::Bench b;
+  const Tensor whole = b.empty(DType::f32, {40, 17}), part = b.empty(DType::f32, {40, 6});
+  ops::random_normal(b.context(), ops::RandomNormal{.seed = 3, .stream = 4, .first = 100, .deviation = 0.02, .y = whole});
+  ops::random_normal(b.context(),
+                     ops::RandomNormal{.seed = 3, .stream = 4, .first = 105, .deviation = 0.02, .y = part, .stride = 17});
+  for (std::int64_t r = 0; r < 40; ++r)
+    for (std::int64_t c = 0; c < 6; ++c) CHECK(test::Bench::get(part, r * 6 + c) == test::Bench::get(whole, r * 17 + 5 + c));
+  CHECK(b.guards_hold());
+  CHECK_THROWS_AS(ops::random_normal(b.context(),
+                                     ops::RandomNormal{.seed = 3, .stream = 4, .first = 0, .deviation = 1, .y = part, .stride = 5}),
+                  Error);
+}
+
 TEST_CASE("random_normal on CUDA has the CPU's numbers, to the neighbouring f32", "[ops][cuda]") {
   if (!test::cuda_device_here()) return;
   test::Bench b;
-  for (const DType type : {DType::f32, DType::bf16}) {
+  for (const auto& [type, shape, stride] :
+       {std::tuple{DType::f32, Shape{300007}, 0}, {DType::bf16, Shape{300007}, 0}, {DType::f32, Shape{211, 300}, 1000}}) {
     test::DeviceBench device;
-    const Tensor y = b.empty(type, {300007}), on_device = device.empty(type, {300007});
-    const ops::RandomNormal fill{.seed = 3, .stream = 4, .first = std::int64_t(1) << 33, .deviation = 0.02, .y = y};
+    const Tensor y = b.empty(type, shape), on_device = device.empty(type, shape);
+    ops::RandomNormal fill{.seed = 3, .stream = 4, .first = std::int64_t(1) << 33, .deviation = 0.02, .y = y, .stride = stride};
     ops::random_normal(b.context(), fill);
-    ops::random_normal(device.context(), ops::RandomNormal{fill.seed, fill.stream, fill.first, fill.deviation, on_device});
+    fill.y = on_device;
+    ops::random_normal(device.context(), fill);
     const auto want = test::values_of(y), got = test::values_of(device.to_host(b, on_device));
     std::int64_t others = 0;
     for (std::size_t i = 0; i < want.size(); ++i) {

@@ -19,7 +19,7 @@ TEST_CASE("a group of one hands out its stored tensors and holds nothing twice",
   for (const Sharding sharding : kAll) {
     Memory memory(Device::cpu);
     const auto group = solo();
-    ShardedParams params(memory, two_tensors(), {{"block", {0, 1}, group.get(), sharding}}, true);
+    ShardedParams params(memory, two_tensors(), {{"block", {0, 1}, group.get(), sharding}}, {});
     CHECK(memory.now(Category::weights) == 7 * 3 * 4 + 5 * 2 * 2);
     CHECK(memory.now(Category::gradients) == 7 * 3 * 4);
     CHECK(params.update_rows(0) == Rows{0, 7});
@@ -59,7 +59,7 @@ TEST_CASE("a dry rank of four counts the memory and traffic of every sharding", 
     CAPTURE(int(want.sharding));
     Memory memory(Device::dry);
     const auto group = dry(1, 4);
-    ShardedParams params(memory, two_tensors(), {{"block", {0, 1}, group.get(), want.sharding}}, true);
+    ShardedParams params(memory, two_tensors(), {{"block", {0, 1}, group.get(), want.sharding}}, {});
     CHECK(memory.now(Category::weights) == want.weights);
     CHECK(memory.now(Category::gradients) == want.gradients);
     params.begin_step();
@@ -94,7 +94,7 @@ TEST_CASE("of units that follow each other two are gathered and one is summed at
         tensors.push_back({"weight", {8, 3}, DType::f32, true});
         units.push_back({"block", {u}, group.get(), sharding});
       }
-      ShardedParams params(memory, tensors, units, reshard);
+      ShardedParams params(memory, tensors, units, {.reshard_after_use = reshard});
       const bool full = sharding == Sharding::full;
       const std::int64_t stored = kUnits * kBytes / (full ? 2 : 1), shards = kUnits * kBytes / 2;
       for (int micro_batch = 0; micro_batch < 2; ++micro_batch) {
@@ -129,7 +129,7 @@ TEST_CASE("of units that follow each other two are gathered and one is summed at
 TEST_CASE("frozen rows are published after a load but not in a step", "[parallel][cpu]") {
   Memory memory(Device::dry);
   const auto group = dry(0, 4);
-  ShardedParams params(memory, two_tensors(), {{"block", {0, 1}, group.get(), Sharding::gradients}}, true);
+  ShardedParams params(memory, two_tensors(), {{"block", {0, 1}, group.get(), Sharding::gradients}}, {});
   params.publish();
   const auto all = 3 * 2 * (3 * 4 + 2 * 2);
   CHECK(group->traffic().bytes_gathered == all);
@@ -141,7 +141,7 @@ TEST_CASE("frozen rows are published after a load but not in a step", "[parallel
 TEST_CASE("weights kept after use stay until publish and are gathered once", "[parallel][cpu]") {
   Memory memory(Device::dry);
   const auto group = dry(0, 4);
-  ShardedParams params(memory, two_tensors(), {{"block", {0, 1}, group.get(), Sharding::full}}, false);
+  ShardedParams params(memory, two_tensors(), {{"block", {0, 1}, group.get(), Sharding::full}}, {.reshard_after_use = false});
   const auto resident = memory.now(Category::weights);
   params.gather(0);
   params.gather(0);
@@ -160,7 +160,7 @@ TEST_CASE("weights kept after use stay until publish and are gathered once", "[p
 TEST_CASE("weights and gradients out of their turn are refused", "[parallel][cpu]") {
   Memory memory(Device::dry);
   const auto group = dry(1, 4);
-  ShardedParams params(memory, two_tensors(), {{"block", {0, 1}, group.get(), Sharding::full}}, true);
+  ShardedParams params(memory, two_tensors(), {{"block", {0, 1}, group.get(), Sharding::full}}, {});
   CHECK_THROWS_AS(params.weight(0), Error);
   CHECK_THROWS_AS(params.gradient(0), Error);
   CHECK_THROWS_AS(params.release(0), Error);
@@ -177,7 +177,7 @@ TEST_CASE("weights and gradients out of their turn are refused", "[parallel][cpu
 TEST_CASE("a tensor in two units, in none or without a group is refused", "[parallel][cpu]") {
   Memory memory(Device::dry);
   const auto group = dry(0, 2);
-  const auto make = [&](std::vector<Unit> units) { ShardedParams(memory, two_tensors(), std::move(units), true); };
+  const auto make = [&](std::vector<Unit> units) { ShardedParams(memory, two_tensors(), std::move(units), {}); };
   CHECK_THROWS_AS(make({{"a", {0}, group.get(), Sharding::full}}), Error);
   CHECK_THROWS_AS(make({{"a", {0, 1}, group.get(), Sharding::full}, {"b", {1}, group.get(), Sharding::full}}), Error);
   CHECK_THROWS_AS(make({{"a", {0, 1}, nullptr, Sharding::full}}), Error);

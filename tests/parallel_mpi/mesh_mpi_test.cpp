@@ -22,7 +22,7 @@ TEST_CASE("every group of every mesh of four ranks gathers the ranks that share 
                                 MeshShape{.tensor = 4}}) {
     Mesh mesh(shape, mpi_world());
     const Coordinates me = mesh.here();
-    std::vector<int> world, dense, expert, expert_data, sequence;
+    std::vector<int> world, dense, expert, expert_data, sequence, readers, tensor;
     for (int r = 0; r < shape.ranks(); ++r) {
       const Coordinates c = coordinates_of(shape, r);
       world.push_back(r);
@@ -30,6 +30,8 @@ TEST_CASE("every group of every mesh of four ranks gathers the ranks that share 
       if (c.data == me.data && c.sequence == me.sequence && c.tensor == me.tensor) expert.push_back(r);
       if (c.expert == me.expert) expert_data.push_back(r);
       if (c.data == me.data && c.expert == me.expert && c.tensor == me.tensor) sequence.push_back(r);
+      if (c.data == me.data && c.expert == me.expert) readers.push_back(r);
+      if (c.data == me.data && c.expert == me.expert && c.sequence == me.sequence) tensor.push_back(r);
     }
     for (const bool control : {false, true}) {
       const auto side = [&](Axis& axis) -> Communicator& { return control ? *axis.control : *axis.data; };
@@ -38,8 +40,12 @@ TEST_CASE("every group of every mesh of four ranks gathers the ranks that share 
       CHECK(ranks_of(side(mesh.expert()), mesh.rank()) == expert);
       CHECK(ranks_of(side(mesh.expert_data()), mesh.rank()) == expert_data);
       CHECK(ranks_of(side(mesh.sequence()), mesh.rank()) == sequence);
+      CHECK(ranks_of(side(mesh.readers()), mesh.rank()) == readers);
+      CHECK(ranks_of(side(mesh.uncut()), mesh.rank()) == world);
+      if (shape.tensor > 1) CHECK(ranks_of(side(mesh.tensor()), mesh.rank()) == tensor);
     }
-    const auto others = world.size() + dense.size() + expert.size() + expert_data.size() + sequence.size() - 5;
+    const auto others =
+        2 * world.size() + dense.size() + expert.size() + expert_data.size() + sequence.size() + readers.size() + tensor.size() - 8;
     CHECK(mesh.traffic().bytes_gathered == std::int64_t(2 * sizeof(int) * others));
   }
 }

@@ -117,7 +117,7 @@ TEST_CASE("every sharding trains to exactly the weights of one rank", "[parallel
       CAPTURE(int(sharding), reshard);
       const auto world = mpi_world();
       Memory memory(Device::cpu);
-      ShardedParams params(memory, tensors(), units(*world, sharding), reshard);
+      ShardedParams params(memory, tensors(), units(*world, sharding), {.reshard_after_use = reshard});
       const auto weights = memory.now(Category::weights), gradients = memory.now(Category::gradients);
       set_start(params);
       REQUIRE(seen(params) == on_one_rank(world->size(), 1.0 / 32, 0).w);
@@ -137,7 +137,7 @@ TEST_CASE("replicated weights stay bit-equal on all ranks when sums round", "[pa
     CAPTURE(int(sharding));
     const auto world = mpi_world();
     Memory memory(Device::cpu);
-    ShardedParams params(memory, tensors(), units(*world, sharding), true);
+    ShardedParams params(memory, tensors(), units(*world, sharding), {});
     set_start(params);
     const double rate = 0.0123456789;
     for (int step = 0; step < kSteps; ++step) one_step(params, world->rank(), rate);
@@ -158,7 +158,7 @@ TEST_CASE("every row is in exactly one rank's shard, whatever the sharding", "[p
   for (const Sharding sharding : kAll) {
     const auto world = mpi_world();
     Memory memory(Device::cpu);
-    ShardedParams params(memory, tensors(), units(*world, sharding), true);
+    ShardedParams params(memory, tensors(), units(*world, sharding), {});
     for (int t = 0; t < int(params.tensors().size()); ++t) {
       std::vector<std::int64_t> owners(std::size_t(params.tensors()[std::size_t(t)].shape[0]), 0);
       for (std::int64_t row = params.shard(t).begin; row < params.shard(t).end; ++row) ++owners[std::size_t(row)];
@@ -173,7 +173,7 @@ TEST_CASE("frozen tensors take no gradient memory and move no gradients", "[para
   for (const Sharding sharding : kAll) {
     const auto world = mpi_world();
     Memory memory(Device::cpu);
-    ShardedParams params(memory, {{"base", {6, 2}, DType::f32, false}}, {{"base", {0}, world.get(), sharding}}, true);
+    ShardedParams params(memory, {{"base", {6, 2}, DType::f32, false}}, {{"base", {0}, world.get(), sharding}}, {});
     set_start(params);
     const auto moved = world->traffic().bytes_gathered;
     params.begin_step();

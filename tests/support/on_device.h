@@ -35,6 +35,11 @@ class DeviceBench {
     copy_to_device(Device::cuda, t.data, host.data, host.bytes());
     return t;
   }
+  Tensor zeros(DType dtype, Shape shape) {
+    const Tensor t = empty(dtype, shape);
+    fill(Device::cuda, t.data, 0, t.bytes());
+    return t;
+  }
   // The same documents with their list on the device too; the span must outlive its users.
   ops::Documents documents(std::span<const std::int64_t> starts) {
     const auto n = std::int64_t(starts.size());

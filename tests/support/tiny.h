@@ -147,9 +147,11 @@ inline void disturb(core::Trainer& t, double deviation = 0.1) {
     const auto& p = t.table()[i];
     const auto rows = t.params().update_rows(i);
     const Tensor w = t.params().stored(i, rows);
-    const std::int64_t first = (t.layout().first_row[std::size_t(i)] + rows.begin) * p.shape.row();
+    const std::int64_t first =
+        (t.layout().first_row[std::size_t(i)] + rows.begin) * p.shape.row() + t.layout().first_column[std::size_t(i)];
+    const std::int64_t row = w.shape.row(), gap = p.shape.row() - row;  // columns that other ranks have
     for (std::int64_t k = 0; k < w.count(); ++k) {
-      const double noise = deviation * ops::normal(99, ops::stream_of(p.name), std::uint64_t(first + k));
+      const double noise = deviation * ops::normal(99, ops::stream_of(p.name), std::uint64_t(first + k + k / row * gap));
       if (w.dtype == DType::f64)
         w.as<double>()[k] += noise;
       else if (w.dtype == DType::f32)

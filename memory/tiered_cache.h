@@ -1,0 +1,77 @@
+// tiered_cache.h -- tensors set aside between their making and a later use: on the device, or in host memory with the way there and
+// back travelling beside other work.
+//
+//   tier     put()               demoted                                prefetch()                 recall()      drop()
+//   device   room on the device  -                                      -                          the same      room given back
+//   host     room on the device  leaves once written; the room goes     room on the device, and    waits for it  room given back
+//                                at the second step() after             the way back begins
+//
+// What put() gives is written by work that is queued before the next step(). A tensor that is not prefetched is when it is
+// recalled, and counts as late, as does one that has not arrived by then where that can be seen. Host rooms are pinned on CUDA and
+// kept for the next tensor of their key. On Device::dry everything is counted and nothing moves.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "memory/buffer.h"
+#include "memory/transfer.h"
+
+namespace moetrain {
+
+enum class Tier : std::uint8_t { none, device, host };
+inline constexpr int kTiers = 3;
+const char* name_of(Tier tier);
+
+// One way, of a block of 64 MiB between the device and the host memory that a cache takes.
+double link_bytes_per_second(Device device);
+
+class TieredCache {
+ public:
+  TieredCache(Memory& device, Memory& host);
+  TieredCache(const TieredCache&) = delete;
+  TieredCache& operator=(const TieredCache&) = delete;
+
+  Tensor put(int key, Tier tier, DType dtype, Shape shape);  // keys from 0 on; one that is dropped may be put again
+  void step();                                               // what was put is written: its way to the host begins
+  void prefetch(int key);
+  Tensor recall(int key);
+  void drop(int key);
+  bool holds(int key) const {
+    return key >= 0 && std::size_t(key) < entries_.size() && entries_[std::size_t(key)].stage != Stage::empty;
+  }
+
+  struct Counts {
+    std::int64_t recalled = 0, late = 0;
+    std::int64_t bytes_down = 0, bytes_up = 0;  // to the host and back
+  };
+  Counts take_counts();  // since it was last asked
+  std::int64_t host_bytes() const { return host_.now(Category::cache); }
+
+ private:
+  enum class Stage : std::uint8_t { empty, written, leaving, away, coming, back };
+  struct Entry {
+    Stage stage = Stage::empty;
+    Tier tier = Tier::none;
+    OwnedTensor device;
+    DType dtype = DType::none;
+    Shape shape;
+    int age = 0;  // step()s since it began to leave
+  };
+  struct HostRoom {
+    HostBuffer memory;
+    Transfer::Mark done;  // the last copy, either way
+  };
+  void leave(int key);
+  Entry& entry(int key);
+  HostRoom& room(int key) { return rooms_[std::size_t(key)]; }
+
+  Memory &device_, &host_;
+  std::vector<Entry> entries_;
+  std::vector<HostRoom> rooms_;  // by key
+  std::vector<int> leaving_;
+  Transfer transfer_;
+  Counts counts_;
+};
+
+}  // namespace moetrain
