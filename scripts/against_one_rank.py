@@ -4,9 +4,10 @@
 against_one_rank.py JOB.yaml [--program moetrain] [--set SECTION.KEY=VALUE ...] [--out runs/against_one_rank] [--steps 3] [--relative 1e-5]
 
 The one rank takes as micro-batches, one after another, what the ranks compute at once. Both runs begin anew, in OUT/ranks_<N> and
-OUT/ranks_1; --set goes to both. MPIRUN in the environment says how ranks are started (the default is made for more ranks than cores, all
-on this host), OMP_NUM_THREADS how many threads each has (1). It prints the losses side by side, and what the ranks took: time, memory, rows
-of tokens for their experts. Exit 0: the first steps are equal within the tolerance; 1: the first difference is printed; 2: a run failed.
+OUT/ranks_1; --set goes to both. MPIRUN in the environment says how ranks are started (the default is Open MPI's, for more ranks than
+cores, all on this host), OMP_NUM_THREADS how many threads each has (1). It prints the losses side by side, and what the ranks took:
+time, memory, rows of tokens for their experts. Exit 0: the first steps are equal within the tolerance; 1: the first difference is
+printed; 2: a run failed.
 """
 import argparse
 import os
@@ -22,7 +23,7 @@ import time
 from compare_runs import Unreadable, beside, first_difference, gap, metrics_of, printed
 
 AXES = ("data_parallel", "expert_parallel", "tensor_parallel", "sequence_parallel")
-MPIRUN = "mpirun --oversubscribe --bind-to none --mca mpi_yield_when_idle 1"
+MPIRUN = "mpirun --oversubscribe --bind-to none --mca mpi_yield_when_idle 1" + (" --allow-run-as-root" if os.geteuid() == 0 else "")
 
 
 def below(pid):
