@@ -102,6 +102,7 @@ void TieredCache::leave(int key) {
 
 // In host memory, or beside the default stream.
 void TieredCache::copy(int key, void* to, const void* from, std::int64_t bytes) {
+  if (clock_) entry(key).message = clock_->send(Timeline::Lane::link, double(bytes) / bytes_per_s_);
   if (!on_cuda()) return copy_to_host(device_.device(), to, from, bytes);
   if (!ferry_) ferry_ = std::make_unique<cuda::Ferry>();
   auto& done = rooms_[std::size_t(key)]->done;
@@ -109,7 +110,8 @@ void TieredCache::copy(int key, void* to, const void* from, std::int64_t bytes) 
   if constexpr (kHasCuda) ferry_->copy(to, from, bytes, *done);
 }
 
-void TieredCache::wait_for(int key) const {
+void TieredCache::wait_for(int key) {
+  if (clock_) clock_->wait(entry(key).message);
   if constexpr (kHasCuda)
     if (on_cuda()) cuda::wait(nullptr, *rooms_[std::size_t(key)]->done);
 }

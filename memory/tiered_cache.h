@@ -17,6 +17,7 @@
 
 #include "memory/buffer.h"
 #include "memory/stream.h"
+#include "memory/timeline.h"
 
 namespace moetrain {
 
@@ -47,6 +48,7 @@ class TieredCache {
   };
   Counts take_counts();  // since it was last asked
   std::int64_t host_bytes() const { return host_.now(Category::cache); }
+  void take_time(Timeline& clock, double bytes_per_s) { clock_ = &clock, bytes_per_s_ = bytes_per_s; }  // of a dry run; of the link, one way
 
  private:
   enum class Stage : std::uint8_t { empty, written, leaving, away, coming, back };
@@ -57,12 +59,13 @@ class TieredCache {
     DType dtype = DType::none;
     Shape shape;
     int age = 0;  // step()s since it began to leave
+    Timeline::Message message{};  // on the clock of a dry run
   };
   struct HostRoom;
   bool on_cuda() const { return device_.device() == Device::cuda; }
   void leave(int key);
   void copy(int key, void* to, const void* from, std::int64_t bytes);
-  void wait_for(int key) const;
+  void wait_for(int key);
   Entry& entry(int key);
 
   Memory &device_, &host_;
@@ -71,6 +74,8 @@ class TieredCache {
   std::vector<int> leaving_;
   std::unique_ptr<cuda::Ferry> ferry_;
   Counts counts_;
+  Timeline* clock_ = nullptr;
+  double bytes_per_s_ = 0;
 };
 
 }  // namespace moetrain
