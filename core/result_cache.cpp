@@ -103,6 +103,8 @@ void ResultCache::end_forward() {
 
 // On a device time passes for work that is queued: where it is measured, all of it is waited for.
 std::chrono::steady_clock::time_point ResultCache::now() {
+  using Clock = std::chrono::steady_clock;
+  if (clock_) return Clock::time_point(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(clock_->now())));
   if constexpr (kHasCuda)
     if (!decided_ && device_.device() == Device::cuda) {
       if (!reached_) reached_.emplace();
@@ -212,6 +214,11 @@ void ResultCache::decide(parallel::Communicator& control, double bytes_per_secon
     known_[i].bytes = all[i].bytes;
   }
   settle(all, -values[1], values[0]);
+}
+
+void ResultCache::take_time(Timeline& clock, double bytes_per_s) {
+  clock_ = &clock;
+  tiers_.take_time(clock, bytes_per_s);
 }
 
 void ResultCache::assume() {

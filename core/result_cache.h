@@ -94,6 +94,7 @@ class ResultCache {
   bool decided() const { return decided_; }
   void decide(parallel::Communicator& control, double bytes_per_second);  // collective; after a step. Of the link to the host, one way
   void assume();                                                         // of a dry run: as much as there is room for
+  void take_time(Timeline& clock, double bytes_per_s);                   // of a dry run with a clock, which can decide too
   std::vector<Candidate> candidates() const;
   struct Figures {  // of a rank, since they were last taken
     std::int64_t hits = 0, late = 0;  // results found; tensors waited for
@@ -126,6 +127,7 @@ class ResultCache {
   std::int64_t forwards_ = 0;
   std::chrono::steady_clock::time_point layer_start_;
   std::optional<cuda::Event> reached_;  // of CUDA
+  const Timeline* clock_ = nullptr;     // of a dry run
 };
 
 }  // namespace moetrain::core
