@@ -4,11 +4,11 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <charconv>
-#include <cmath>
 #include <filesystem>
 #include <limits>
 #include <sstream>
 
+#include "core/config.h"
 #include "io/hdf5_file.h"
 #include "memory/cuda_memory.h"
 #include "memory/device.h"
@@ -66,24 +66,13 @@ CLI::Validator whole_number(std::int64_t low, std::int64_t high, const char* all
 CLI::Validator number_of_ranks() { return whole_number(1, 1 << 20, "in [1, 1048576]"); }
 CLI::Validator number_of_steps() { return whole_number(1, std::numeric_limits<std::int64_t>::max(), ">= 1"); }
 
-// A size becomes its bytes: GB is 1000^3, GiB 1024^3.
+// A size becomes its bytes.
 CLI::Validator size() {
   return CLI::Validator(
       [](std::string& text) -> std::string {
-        double n = 0;
-        const char* end = text.data() + text.size();
-        const auto [stop, error] = std::from_chars(text.data(), end, n);
-        std::string unit(stop, end);
-        unit.erase(0, unit.find_first_not_of(' '));
-        std::transform(unit.begin(), unit.end(), unit.begin(), [](unsigned char c) { return char(std::toupper(c)); });
-        const auto power = unit.empty() ? std::string::npos : std::string("BKMGTP").find(unit[0]);
-        const std::string rest = unit.empty() ? "B" : unit[0] == 'B' ? unit : unit.substr(1);
-        const bool known =
-            (unit.empty() || power != std::string::npos) && (rest.empty() || rest == "B" || (rest == "IB" && power > 0));
-        const double bytes = n * std::pow(rest == "IB" ? 1024 : 1000, unit.empty() ? 0 : double(power));
-        if (error != std::errc() || !known || !(bytes >= 1 && bytes < 0x1p63))
-          return "is '" + text + "', expected a size of at least 1 byte, as 141GB, 80GiB or 4096";
-        text = std::to_string(std::int64_t(bytes));
+        const auto size = core::parse_size(text);
+        if (!size) return "is '" + text + "', expected a size of at least 1 byte, as 141GB, 80GiB or 4096";
+        text = std::to_string(size->bytes);
         return {};
       },
       "");

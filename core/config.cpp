@@ -46,6 +46,11 @@ bool parse(const YamlNode& n, std::string& out) {
   out = n.text;
   return true;
 }
+bool parse(const YamlNode& n, ByteSize& out) {
+  const auto size = n.kind == YamlNode::scalar ? parse_size(n.text) : std::nullopt;
+  if (size) out = *size;
+  return size.has_value();
+}
 template <class T>
 bool parse(const YamlNode& n, std::vector<T>& out) {
   constexpr bool kTexts = std::is_same_v<T, std::string>;
@@ -85,6 +90,7 @@ YamlNode scalar(std::string text) {
 YamlNode write(bool value) { return scalar(value ? "true" : "false"); }
 YamlNode write(const std::string& value) { return scalar(value); }
 YamlNode write(double value) { return scalar(number_text(value)); }
+YamlNode write(ByteSize value) { return scalar(std::to_string(value.bytes)); }
 template <std::integral T>
 YamlNode write(T value) {
   return scalar(std::to_string(value));
@@ -117,7 +123,7 @@ template <class T>
 bool allows(const Rule& r, const T& value) {
   if constexpr (IsOptional<T>::value) {
     return !value || allows(r, *value);
-  } else if constexpr (std::is_same_v<T, bool>) {
+  } else if constexpr (std::is_same_v<T, bool> || std::is_same_v<T, ByteSize>) {
     return true;
   } else if constexpr (std::is_same_v<T, std::string>) {
     return double(value.size()) >= r.low && (!r.printable || std::none_of(value.begin(), value.end(), is_control));
@@ -144,6 +150,8 @@ std::string type_text(const Rule& r) {
     return type_text<typename T::value_type>(r);
   } else if constexpr (std::is_same_v<T, bool>) {
     return "true or false";
+  } else if constexpr (std::is_same_v<T, ByteSize>) {
+    return "size as 8GiB, 141GB or 4096";
   } else if constexpr (std::is_same_v<T, std::string>) {
     return r.printable ? "text without control characters" : "text";
   } else if constexpr (std::is_same_v<T, std::vector<std::string>>) {
@@ -583,6 +591,21 @@ std::vector<KeyDoc> documented_keys() {
   Config defaults;
   visit(documenter, defaults);
   return docs;
+}
+
+std::optional<ByteSize> parse_size(const std::string& text) {
+  double n = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, n);
+  std::string unit(stop, end);
+  unit.erase(0, unit.find_first_not_of(' '));
+  std::transform(unit.begin(), unit.end(), unit.begin(), [](unsigned char c) { return char(std::toupper(c)); });
+  const auto power = unit.empty() ? std::string::npos : std::string("BKMGTP").find(unit[0]);
+  const std::string rest = unit.empty() ? "B" : unit[0] == 'B' ? unit : unit.substr(1);
+  const bool known = (unit.empty() || power != std::string::npos) && (rest.empty() || rest == "B" || (rest == "IB" && power > 0));
+  const double bytes = n * std::pow(rest == "IB" ? 1024 : 1000, unit.empty() ? 0 : double(power));
+  if (error != std::errc() || !known || !(bytes >= 1 && bytes < 0x1p63)) return {};
+  return ByteSize{std::int64_t(bytes)};
 }
 
 bool ModelConfig::full_attention(std::int64_t layer) const {

@@ -17,6 +17,12 @@
 
 namespace moetrain::core {
 
+struct ByteSize {
+  std::int64_t bytes = 0;
+  bool operator==(const ByteSize&) const = default;
+};
+std::optional<ByteSize> parse_size(const std::string& text);  // 8GiB (1024^3), 141GB (1000^3) or 4096: at least 1 byte
+
 enum class DeviceChoice : std::uint8_t { automatic, cpu, cuda };
 
 struct RunConfig {
@@ -142,6 +148,7 @@ struct MoeConfig {
 enum class Checkpointing : std::uint8_t { none, selective, full };
 struct MemoryConfig {
   Checkpointing activation_checkpointing = Checkpointing::none;
+  std::optional<ByteSize> device_limit;  // of a rank's pool; absent: memory/pool.h
 };
 
 struct LoraConfig {

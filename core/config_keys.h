@@ -333,6 +333,7 @@ template <class V>
 void visit(V& v, MemoryConfig& c) {
   v.choice("activation_checkpointing", c.activation_checkpointing, {{"none", Checkpointing::none}, {"full", Checkpointing::full}},
            "none: what backward needs is kept; full: layers are computed again", {{"selective", "choose what to compute again"}});
+  v.key("device_limit", c.device_limit, "what a rank's pool has for tensors; absent: what the GPU has free but for a 32nd, or what the host has");
   v.undone("cache", "cache results of operators");
   v.undone("offload", "keep optimizer state or experts in host memory or on disk");
 }

@@ -127,7 +127,8 @@ struct DryStep {
 };
 
 // The second micro-batch of a step may differ from the first (gradients and gathered weights are there already), but each later
-// one finds and leaves what the second did. So two stand for all of them: the peaks are theirs, and each adds the second's traffic.
+// one holds and moves what the second did. Only where blocks lie may still change a little, so more are run until the pool's mark
+// stays.
 DryStep run_dry(const Config& c, int rank) {
   Trainer trainer(c, parallel::dry(rank, c.parallel.mesh().ranks()), Device::dry);
   std::vector<io::Batch> batches{full_batch(c, trainer.slice())};
@@ -149,9 +150,17 @@ DryStep run_dry(const Config& c, int rank) {
     };
     with_all(d.traffic.bytes_gathered, two.bytes_gathered);
     with_all(d.traffic.bytes_exchanged, two.bytes_exchanged);
+    const Pool& pool = trainer.memory().pool();
+    for (std::int64_t before = 0; std::int64_t(batches.size()) < micro_batches && pool.high_water() > before;) {
+      before = pool.high_water();
+      batches.push_back(batches[0]);
+      trainer.step(batches);
+    }
   }
   d.plan.device_bytes = trainer.memory().peaks();
-  d.plan.device_total = trainer.memory().peak();
+  d.plan.device_held = trainer.memory().peak();
+  d.plan.device_blocks = trainer.memory().pool().blocks_most();
+  d.plan.device_total = trainer.memory().pool().high_water();
   if (c.checkpoint.async && c.checkpoint.every > 0) {
     Memory host(Device::dry);
     const HostCopy copy(host, saved_rows(trainer));
@@ -161,7 +170,7 @@ DryStep run_dry(const Config& c, int rank) {
 }
 
 bool alike(const RankPlan& a, const RankPlan& b) {
-  return a.device_bytes == b.device_bytes && a.device_total == b.device_total && a.host_bytes == b.host_bytes;
+  return a.device_bytes == b.device_bytes && a.device_held == b.device_held && a.device_total == b.device_total && a.host_bytes == b.host_bytes;
 }
 
 }  // namespace
@@ -227,6 +236,8 @@ StepFlops step_flops(const Config& config, std::int64_t tokens) {
     *sum *= double(tokens);
   return f;
 }
+
+RankPlan plan_rank(const Config& config, int rank) { return run_dry(config, rank).plan; }
 
 Plan make_plan(const Config& config) {
   Plan plan;

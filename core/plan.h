@@ -31,7 +31,9 @@ StepFlops step_flops(const Config& config, std::int64_t tokens);  // tokens of t
 struct RankPlan {
   int rank = 0, count = 1;            // ranks that are alike, this one the first of them
   std::array<std::int64_t, kCategories> device_bytes{};  // each category's own peak in the step
-  std::int64_t device_total = 0;      // peak of their sum
+  std::int64_t device_held = 0;       // peak of their sum
+  std::int64_t device_blocks = 0;     // the most that the pool's blocks reach to (memory/pool.h)
+  std::int64_t device_total = 0;      // what the pool must have: that and the most of both stacks
   std::array<std::int64_t, kCategories> host_bytes{};    // of the copy that checkpoint.async writes from
 };
 struct Plan {
@@ -45,5 +47,6 @@ struct Plan {
 // that CPU kernels take for every thread is counted for as many threads as this process has (OMP_NUM_THREADS). An Error where
 // tokens, parameters or bytes are too many to count.
 Plan make_plan(const Config& config);
+RankPlan plan_rank(const Config& config, int rank);  // of one of them, without what those alike are
 
 }  // namespace moetrain::core

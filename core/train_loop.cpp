@@ -214,6 +214,13 @@ class Run {
         config_.parallel.expert_parallel,
         config_.parallel.sequence_parallel > 1 ? " x sequence " + std::to_string(config_.parallel.sequence_parallel) : "",
         config_.sequences_per_step(), config_.data.sequence_length, train_->windows());
+    tell_memory("at the start");
+  }
+
+  void tell_memory(const char* when) const {
+    if (!main_rank()) return;
+    spdlog::info("memory of this rank {}, of a pool of {:.2f} GiB:", when, double(trainer_.memory().pool().capacity()) / 0x1p30);
+    for (const std::string& line : trainer_.memory().table()) spdlog::info("  {}", line);
   }
 
   void one_step() {
@@ -262,7 +269,7 @@ class Run {
       double exposed_comm_seconds;
       std::uint64_t calls;
     };
-    const Measured mine{trainer_.memory().peak(), host_peak_bytes(), m.exposed_comm_seconds,
+    const Measured mine{trainer_.memory().pool().high_water(), host_peak_bytes(), m.exposed_comm_seconds,
                         control_.journal() ? control_.journal()->balance() : 0};
     std::vector<Measured> all(std::size_t(control_.size()));
     const parallel::Communicator::Gather piece{&mine, all.data(), sizeof mine};
@@ -345,6 +352,7 @@ class Run {
 
   void finish(ExitCode code, const std::string& cause) {
     if (run_steps_ < config_.monitor.profile_steps) report_times();
+    tell_memory("at the end");
     control_.enter(parallel::Phase::save);
     saver_.finish();
     if (code != ExitCode::gave_up && saved_step_ != trainer_.progress().step) {

@@ -2,6 +2,7 @@
 #include "core/trainer.h"
 
 #include "core/lora.h"
+#include "core/plan.h"
 #include "core/together.h"
 #include "ops/random.h"
 #include "ops/random_normal.h"
@@ -21,16 +22,20 @@ Device planned_device(const Config& c) {
 Trainer::Trainer(const Config& config, std::unique_ptr<parallel::Communicator> world, Device device, bool poison)
     : config_(config),
       mesh_(config.parallel.mesh(), std::move(world), device),
-      memory_(device),
+      memory_(device, config.memory.device_limit.value_or(ByteSize{}).bytes),
       scratch_(memory_, Category::workspace, poison),
-      kept_(memory_, Category::activations, poison),
-      blas_(ops::make_blas(memory_)),
-      ctx_{.scratch = scratch_, .blas = blas_.get(), .plans_for = planned_device(config)},
+      kept_(memory_, Category::activations, poison, Area::high),
+      ctx_{.scratch = scratch_, .plans_for = planned_device(config)},
       model_(config.model, table_) {
   together(*mesh_.world().control, [&] { allocate(poison); });
 }
 
 void Trainer::allocate(bool poison) {
+  blas_ = ops::make_blas(memory_);
+  ctx_.blas = blas_.get();
+  const auto& world = *mesh_.world().control;
+  if (memory_.device() == Device::cuda && world.size() > 1)  // blocks grow while the low stack is in use
+    memory_.set_floor(memory_.pool().blocks_most() + plan_rank(config_, world.rank()).device_blocks);
   choose_trained(config_, table_);
   layout_ = make_layout(config_, table_, mesh_);
   params_ = std::make_unique<parallel::ShardedParams>(memory_, layout_.tensors, layout_.units, config_.parallel.reshard_after_use, poison);

@@ -58,7 +58,7 @@ class Trainer {
   parallel::Mesh& mesh() { return mesh_; }
   parallel::ShardedParams& params() { return *params_; }
   Optimizer& optimizer() { return *optimizer_; }
-  Memory& memory() { return memory_; }
+  const Memory& memory() const { return memory_; }
   ops::Context& context() { return ctx_; }
   io::Slice slice() const { return {mesh_.here().sequence, mesh_.shape().sequence}; }  // of every sequence, that is here
   Progress progress() const;

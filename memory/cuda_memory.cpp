@@ -21,7 +21,7 @@ namespace cuda {
 
 void* allocate(std::int64_t bytes) {
   void* data = nullptr;
-  const auto status = cudaMallocAsync(&data, std::size_t(bytes), nullptr);
+  const auto status = cudaMalloc(&data, std::size_t(bytes));
   if (status == cudaErrorMemoryAllocation) {
     cudaGetLastError();
     return nullptr;
@@ -37,8 +37,8 @@ Room room() {
 }
 
 void release(void* data) noexcept {
-  if (const auto status = cudaFreeAsync(data, nullptr); status != cudaSuccess && status != cudaErrorCudartUnloading)
-    spdlog::warn("cudaFreeAsync: {}", cudaGetErrorString(status));
+  if (const auto status = cudaFree(data); status != cudaSuccess && status != cudaErrorCudartUnloading)
+    spdlog::warn("cudaFree: {}", cudaGetErrorString(status));
 }
 
 void copy_in(void* to, const void* from_host, std::int64_t bytes) { cuda_ok(cudaMemcpy(to, from_host, std::size_t(bytes), cudaMemcpyDefault)); }
@@ -60,10 +60,6 @@ DeviceInfo use_device(int index) {
     throw Error("GPU " + std::to_string(index) + " is a " + properties.name + " of compute capability " +
                     std::to_string(properties.major) + "." + std::to_string(properties.minor) +
                     "; the kernels of this build need 9.0 (H100, H200); run.device: cpu trains without it");
-  cudaMemPool_t pool = nullptr;
-  cuda_ok(cudaDeviceGetDefaultMemPool(&pool, index));
-  std::uint64_t keep_all = ~std::uint64_t(0);  // by default a synchronisation gives unused memory back to the driver
-  cuda_ok(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep_all));
   return {properties.name, std::int64_t(properties.totalGlobalMem)};
 }
 

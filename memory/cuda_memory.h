@@ -5,11 +5,8 @@
 
 namespace moetrain::cuda {
 
-// Device memory comes from the driver's pool in the order of the default stream: taking and giving back does not wait for the
-// device, and a steady step takes nothing new from the driver.
-
-void* allocate(std::int64_t bytes);  // null when the device has not as much
-void release(void* data) noexcept;  // warns, never throws
+void* allocate(std::int64_t bytes);  // for a pool (memory/pool.h); null when the device has not as much
+void release(void* data) noexcept;   // waits for the device; warns, never throws
 void copy_in(void* to, const void* from_host, std::int64_t bytes);
 void copy_out(void* to_host, const void* from, std::int64_t bytes);
 void fill(void* data, int byte, std::int64_t bytes);

@@ -10,7 +10,7 @@
 namespace moetrain::app {
 
 BenchCase::BenchCase(const Ceilings& ceilings)
-    : blas_(ops::make_blas(scratch_memory_)), ctx_{.scratch = scratch_, .blas = blas_.get()}, ceilings_(ceilings) {}
+    : blas_(ops::make_blas(memory_)), ctx_{.scratch = scratch_, .blas = blas_.get()}, ceilings_(ceilings) {}
 
 Tensor BenchCase::normal(DType dtype, Shape shape, double deviation, double mean) {
   constexpr std::int64_t kBlock = (1 << 20) + 7;  // elements; a prime, so that no two rows of a large tensor are alike
@@ -64,7 +64,7 @@ Figure BenchCase::time(std::string op, std::string shape, double flops, double b
           double(ms[ms.size() / 2]),
           flops,
           bytes,
-          scratch_memory_.peak() - scratch_memory_.now(Category::workspace)};
+          memory_.peaks()[std::size_t(Category::workspace)] - memory_.now(Category::workspace)};
 }
 
 Ceilings measure_ceilings() {

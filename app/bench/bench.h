@@ -40,8 +40,8 @@ class BenchCase {
   Figure time(std::string op, std::string shape, double flops, double bytes, const std::function<void()>& run);
 
  private:
-  Memory memory_{Device::cuda}, scratch_memory_{Device::cuda};
-  Stack tensors_{memory_, Category::activations}, scratch_{scratch_memory_, Category::workspace};
+  Memory memory_{Device::cuda};
+  Stack tensors_{memory_, Category::activations, /*poison=*/false, Area::high}, scratch_{memory_, Category::workspace};
   ops::OwnedBlas blas_;
   ops::Context ctx_;
   std::vector<std::vector<std::int64_t>> starts_;

@@ -157,7 +157,8 @@ void print_plan(const core::Config& job, const Plan& plan) {
     if (r.count > 1) std::cout << ", and alike " << r.count - 1 << " more";
     std::cout << "\n";
     for (int c = 0; c < kCategories; ++c) print_row(name_of(Category(c)), gib(r.device_bytes[std::size_t(c)]));
-    print_row("peak of the sum", gib(r.device_total));
+    print_row("peak of the sum", gib(r.device_held));
+    print_row("pool", gib(r.device_total), "for the most of blocks and of stacks, with rounding and holes");
     if (const std::int64_t host = host_total(r); host > 0) print_row("host memory", gib(host), "the copy that a checkpoint is written from");
   }
   const auto& f = plan.flops;
@@ -179,8 +180,11 @@ void print_plan(const core::Config& job, const Plan& plan) {
 ExitCode plan(const PlanArguments& arguments) {
   const core::Config job = read_job(arguments.job, arguments.ranks, Needs::sizes);
   const Plan plan = core::make_plan(job);
-  const auto fit = fits(plan, arguments);
-  const auto lines = advice(job, plan, arguments);
+  PlanArguments limits = arguments;
+  if (const auto& limit = job.memory.device_limit)
+    limits.device_memory = std::min(limit->bytes, arguments.device_memory.value_or(limit->bytes));
+  const auto fit = fits(plan, limits);
+  const auto lines = advice(job, plan, limits);
   if (arguments.json) {
     std::cout << plan_json(plan, fit, lines).dump(2) << "\n";
     return ExitCode::done;

@@ -102,7 +102,7 @@ Gap gap_of(std::span<const double> got, std::span<const double> want) {
 
 OpCase::OpCase(const Verification& verification)
     : verification_(verification),
-      blas_(ops::make_blas(scratch_memory_)),
+      blas_(ops::make_blas(memory_)),
       device_{.scratch = scratch_, .times = &times_, .blas = blas_.get()},
       starts_(packed(config().training.micro_batch_size, config().data.sequence_length, config().data.packing)) {}
 

@@ -118,8 +118,8 @@ class OpCase {
 
  private:
   const Verification& verification_;
-  Memory memory_{verification_.device}, scratch_memory_{verification_.device}, host_memory_{Device::cpu};
-  Stack tensors_{memory_, Category::activations}, scratch_{scratch_memory_, Category::workspace};
+  Memory memory_{verification_.device}, host_memory_{Device::cpu};
+  Stack tensors_{memory_, Category::activations, /*poison=*/false, Area::high}, scratch_{memory_, Category::workspace};
   Stack host_tensors_{host_memory_, Category::activations}, host_scratch_{host_memory_, Category::workspace};
   ops::OwnedBlas blas_;
   ops::OpTimes times_;

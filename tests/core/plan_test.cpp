@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "tests/support/catch.h"
+#include "tests/support/temp_folder.h"
 #include "tests/support/tiny.h"
 
 namespace moetrain::core {
@@ -205,8 +206,31 @@ TEST_CASE("a plan holds what a real step takes, to the byte and in every categor
     INFO(name_of(Category(k)));
     CHECK(plan.ranks[0].device_bytes[std::size_t(k)] == real.memory().peaks()[std::size_t(k)]);
   }
-  CHECK(plan.ranks[0].device_total == real.memory().peak());
+  CHECK(plan.ranks[0].device_held == real.memory().peak());
+  CHECK(plan.ranks[0].device_total == real.memory().pool().high_water());
   for (const Category k : {Category::activations, Category::loss, Category::workspace}) CHECK(bytes(plan.ranks[0], k) > 0);
+}
+
+TEST_CASE("a job has enough with the memory of its plan, and with less it ends out of memory", "[core][cpu]") {
+  Config c = test::tiny_config();
+  c.memory.activation_checkpointing = GENERATE(Checkpointing::none, Checkpointing::full);
+  const std::int64_t needed = make_plan(c).ranks.at(0).device_total;
+  const std::vector<io::Batch> batches(1, full_sequence(c));
+  for (const std::int64_t limit : {needed, needed - Pool::kAlign, bytes(make_plan(c).ranks[0], Category::weights)}) {
+    c.memory.device_limit = ByteSize{limit};
+    CHECK(make_plan(c).ranks[0].device_total == needed);
+    const auto run = [&] {
+      Trainer t(c, parallel::solo(), Device::cpu, /*poison=*/true);
+      t.initialize();
+      for (int s = 0; s < 2; ++s) t.step(batches);
+      CHECK(t.memory().pool().high_water() == limit);
+      CHECK(t.memory().pool().fragmentation() == 0);
+    };
+    if (limit == needed)
+      run();
+    else
+      CHECK(test::contains(test::error_of(run), "out of host memory: "));
+  }
 }
 
 TEST_CASE("ranks of a plan are those that a dry step of each tells apart", "[core]") {
@@ -223,10 +247,15 @@ TEST_CASE("ranks of a plan are those that a dry step of each tells apart", "[cor
     const std::vector<io::Batch> batches(1, {{}, {}, {0, 9, 18, 27}, {0, 9, 18, 27}});
     one.step(batches);
     const auto same = std::find_if(found.begin(), found.end(), [&](const RankPlan& p) {
-      return p.device_bytes == one.memory().peaks() && p.device_total == one.memory().peak();
+      return p.device_bytes == one.memory().peaks() && p.device_held == one.memory().peak() &&
+             p.device_total == one.memory().pool().high_water();
     });
     if (same == found.end())
-      found.push_back({.rank = r, .count = 1, .device_bytes = one.memory().peaks(), .device_total = one.memory().peak()});
+      found.push_back({.rank = r,
+                       .count = 1,
+                       .device_bytes = one.memory().peaks(),
+                       .device_held = one.memory().peak(),
+                       .device_total = one.memory().pool().high_water()});
     else
       ++same->count;
   }
@@ -257,7 +286,7 @@ TEST_CASE("a sequence over ranks is planned: an eighth of the activations on eac
   CHECK(eight.bytes_gathered > one.bytes_gathered);
 }
 
-TEST_CASE("any number of micro-batches is planned from two", "[core]") {
+TEST_CASE("any number of micro-batches is planned from a few", "[core]") {
   Config c = test::tiny_config();
   c.parallel.data_parallel = 2;
   c.parallel.expert_parallel = 2;
@@ -271,7 +300,8 @@ TEST_CASE("any number of micro-batches is planned from two", "[core]") {
   CHECK(plan.bytes_gathered == all.mesh().traffic().bytes_gathered - before.bytes_gathered);
   CHECK(plan.bytes_exchanged == all.mesh().traffic().bytes_exchanged - before.bytes_exchanged);
   CHECK(plan.ranks[0].device_bytes == all.memory().peaks());
-  CHECK(plan.ranks[0].device_total == all.memory().peak());
+  CHECK(plan.ranks[0].device_held == all.memory().peak());
+  CHECK(plan.ranks[0].device_total == all.memory().pool().high_water());
 
   c.training.gradient_accumulation = 2'000'000'000;
   const Plan most = make_plan(c);

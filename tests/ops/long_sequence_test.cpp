@@ -30,7 +30,7 @@ constexpr auto kF64 = DType::f64, kF32 = DType::f32, kBf16 = DType::bf16, kI32 =
 struct LargeBench : DeviceBench {
   std::uint64_t stream = 0;
   ops::OpTimes times;
-  LargeBench() { context().times = &times; }
+  LargeBench() : DeviceBench(/*all that is free*/ 0) { context().times = &times; }
   Tensor normal(DType dtype, Shape shape, double deviation = 1) {
     const Tensor t = empty(dtype, shape);
     ops::random_normal(context(), {.seed = 5, .stream = stream++, .first = 0, .deviation = deviation, .y = t});

@@ -18,9 +18,10 @@ inline bool cuda_device_here() {
   return false;
 }
 
-// Owns device tensors and the context of the ops that run on them. Scratch is poisoned.
+// Owns device tensors and the context of the ops that run on them, in a pool of so many bytes. Scratch is poisoned.
 class DeviceBench {
  public:
+  explicit DeviceBench(std::int64_t limit = std::int64_t(16) << 30) : memory_(Device::cuda, limit) {}
   ops::Context& context() { return context_; }
   Tensor empty(DType dtype, Shape shape) {  // NaN (floating) or all bits one
     const std::int64_t bytes = shape.count() * size_of(dtype);
@@ -64,7 +65,7 @@ class DeviceBench {
     Buffer storage;
     std::int64_t bytes;
   };
-  Memory memory_{Device::cuda};
+  Memory memory_;
   Stack scratch_{memory_, Category::workspace, /*poison=*/true};
   ops::OwnedBlas blas_ = ops::make_blas(memory_);
   ops::Context context_{.scratch = scratch_, .blas = blas_.get()};
