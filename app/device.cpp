@@ -2,22 +2,14 @@
 #include "app/device.h"
 
 #include <spdlog/spdlog.h>
-#include <unistd.h>
 
 #include <cstdlib>
-#include <cstring>
-#include <vector>
 
 #include "core/together.h"
 #include "memory/cuda_memory.h"
 
 namespace moetrain::app {
 namespace {
-
-struct Place {
-  char host[256] = {}, bus[32] = {};
-  bool operator==(const Place& o) const { return std::strcmp(host, o.host) == 0 && std::strcmp(bus, o.bus) == 0; }
-};
 
 std::string visible() {
   const char* list = std::getenv("CUDA_VISIBLE_DEVICES");
@@ -26,21 +18,6 @@ std::string visible() {
 
 // A launcher shows a rank all GPUs of its host, or only the one that is meant for it.
 int index_of(const Session& session) { return session.local_rank() % cuda::devices(); }
-
-// Which GPU each rank would take, and the first one that two would share: they would wait for each other for ever. Collective.
-std::string shared_device(Session& session) {
-  Place mine;
-  gethostname(mine.host, sizeof mine.host - 1);
-  cuda::bus_of(index_of(session)).copy(mine.bus, sizeof mine.bus - 1);
-  std::vector<Place> all(std::size_t(session.size()));
-  const parallel::Communicator::Gather piece{&mine, all.data(), sizeof mine};
-  session.control().all_gather({&piece, 1});
-  for (std::size_t r = 0; r < all.size(); ++r)
-    for (std::size_t q = 0; q < r; ++q)
-      if (all[q] == all[r])
-        return fmt::format("ranks {} and {} would share GPU {} of {}{}", q, r, all[r].bus, all[r].host, visible());
-  return "";
-}
 
 Device on_cpu(const Session& session, const std::string& why) {
   if (session.rank() == 0) spdlog::info("run.device auto: cpu{}", why);
@@ -62,9 +39,15 @@ Device choose_device(Session& session, const core::Config& config) {
       });
       session.control().all_reduce(Tensor(&devices, DType::i64, {1}), parallel::Reduction::min);
       if (devices == 0) return on_cpu(session, " (no GPU is seen" + std::string(session.size() > 1 ? " by every rank)" : ")"));
-      const std::string shared = shared_device(session);
-      if (!shared.empty() && automatic) return on_cpu(session, " (" + shared + "; a GPU takes one rank)");
-      if (!shared.empty()) throw core::AgreedError(0, shared + ": start one rank a GPU at most", ExitCode::run_failed);
+      if (const auto pair = parallel::shared_device(session.control(), index_of(session))) {
+        const std::string shared = fmt::format("ranks {} and {} would share GPU {} of {}{}", pair->first, pair->second,
+                                               pair->device, pair->host, visible());
+        if (automatic) return on_cpu(session, " (" + shared + "; run.device: cuda lets them)");
+        if (session.rank() == 0)
+          spdlog::warn(
+              "{}: what they exchange goes through host memory, which is for trying a job out; start one rank a GPU for speed",
+              shared);
+      }
       if (config.run.deterministic) {  // sums over ranks in one order, whatever NCCL would choose by load and topology
         setenv("NCCL_ALGO", "Ring", /*overwrite=*/0);
         setenv("NCCL_PROTO", "Simple", 0);

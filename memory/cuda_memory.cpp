@@ -69,6 +69,12 @@ DeviceInfo use_device(int index) {
   return {properties.name, std::int64_t(properties.totalGlobalMem)};
 }
 
+int device_in_use() {
+  int index = 0;
+  cuda_ok(cudaGetDevice(&index));
+  return index;
+}
+
 int devices() {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess) return count;

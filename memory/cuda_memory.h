@@ -18,6 +18,7 @@ struct Room {
 };
 Room room();
 int devices();  // visible devices; 0 without a driver
+int device_in_use();
 
 std::string bus_of(int index);  // its address on the PCI bus: tells devices of one host apart, however they are numbered
 

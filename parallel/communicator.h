@@ -5,7 +5,9 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
+#include <string>
 
 #include "memory/device.h"
 #include "memory/tensor.h"
@@ -127,9 +129,17 @@ std::unique_ptr<Communicator> dry(int rank, int size);  // counts traffic, moves
 // most round_bytes at a time, so that no count outgrows MPI's int and staging stays small.
 inline constexpr std::int64_t kRoundBytes = std::int64_t(64) << 20;
 std::unique_ptr<Communicator> mpi_world(std::int64_t round_bytes = kRoundBytes, std::shared_ptr<Journal> journal = {});
-// The ranks of a host group, one GPU each, tensors on the device: NCCL on a stream a lane, in order with the default stream on both
-// sides. Collective; a group and its subgroups put their collectives on the streams in the one order in which the host called them.
-// A build without NCCL has groups of one rank only and refuses others.
+// The ranks of a host group, each with the GPU it has in use, tensors on the device; collective. One GPU each: NCCL. Where two
+// share one, which NCCL refuses: through host memory, slowly, each collective done when it returns; for trying a job out.
 std::unique_ptr<Communicator> on_devices(std::unique_ptr<Communicator> host);
+// NCCL on a stream a lane, in order with the default stream on both sides; a group and its subgroups put their collectives on the
+// streams in the one order in which the host called them. A build without NCCL has groups of one rank only and refuses others.
+std::unique_ptr<Communicator> nccl_on_devices(std::unique_ptr<Communicator> host);
+// The first two ranks that would share a GPU if each took the one of this index on its host. Collective.
+struct SharedDevice {
+  int first, second;
+  std::string device, host;
+};
+std::optional<SharedDevice> shared_device(Communicator& host, int index);
 
 }  // namespace moetrain::parallel

@@ -200,7 +200,7 @@ class Nccl final : public Communicator {
 
 }  // namespace
 
-std::unique_ptr<Communicator> on_devices(std::unique_ptr<Communicator> host) {
+std::unique_ptr<Communicator> nccl_on_devices(std::unique_ptr<Communicator> host) {
   return Nccl::make(std::move(host), std::make_shared<Queue>(), Communicator::Lane::sharding);
 }
 

@@ -3,7 +3,7 @@
 
 namespace moetrain::parallel {
 
-std::unique_ptr<Communicator> on_devices(std::unique_ptr<Communicator> host) {
+std::unique_ptr<Communicator> nccl_on_devices(std::unique_ptr<Communicator> host) {
   if (host->size() > 1)
     throw Error("this build has no NCCL, so it trains on one GPU only, not on " + std::to_string(host->size()) +
                     " ranks; install libnccl-dev and build again, or set run.device: cpu",

@@ -1,4 +1,5 @@
-// device_mpi_test.cpp -- two GPUs give the losses and norms of one, whatever is cut between them; for two ranks, one a GPU.
+// device_mpi_test.cpp -- two ranks on GPUs give the losses and norms of one, whatever is cut between them; over NCCL where each has
+// a GPU, through host memory where they share one.
 #include <numeric>
 
 #include "core/trainer.h"
@@ -15,12 +16,13 @@ namespace {
 
 constexpr std::int64_t kGlobalSequences = 8;
 
-// This rank's own GPU, the same for the whole program; false where there are not two.
-bool two_devices_here() {
+// This rank's GPU, the same for the whole program; false where there are no two ranks, or no GPU.
+bool two_ranks_on_devices() {
   if constexpr (kHasCuda) {
     const auto world = parallel::mpi_world();
-    if (world->size() != 2 || cuda::devices() < 2) return false;
-    cuda::use_device(world->rank());
+    const int devices = cuda::devices();
+    if (world->size() != 2 || devices == 0) return false;
+    cuda::use_device(world->rank() % devices);
     return true;
   }
   return false;
@@ -28,7 +30,7 @@ bool two_devices_here() {
 
 struct Layout {
   const char* name;
-  int data = 1, expert = 1;
+  int data = 1, expert = 1, sequence = 1, tensor = 1;
   Sharding sharding = Sharding::full;
   bool reshard = true, recompute = false;
   std::int64_t accumulation = 1, parts = 1;
@@ -42,6 +44,8 @@ struct Curve {
 Curve run(core::Config c, const Layout& l, std::unique_ptr<parallel::Communicator> world, int steps) {
   c.parallel.data_parallel = l.data;
   c.parallel.expert_parallel = l.expert;
+  c.parallel.sequence_parallel = l.sequence;
+  c.parallel.tensor_parallel = l.tensor;
   c.parallel.sharding = l.sharding;
   c.parallel.reshard_after_use = l.reshard;
   c.training.gradient_accumulation = l.accumulation;
@@ -75,8 +79,8 @@ constexpr Layout kLayouts[] = {
 
 }  // namespace
 
-TEST_CASE("two GPUs have the f32 losses and norms of one, for every sharding, by data and by experts", "[cuda]") {
-  if (!two_devices_here()) return;
+TEST_CASE("two ranks on GPUs have the f32 losses and norms of one, for every sharding, by data and by experts", "[cuda]") {
+  if (!two_ranks_on_devices()) return;
   core::Config c = tiny_config();
   c.run.dtype = DType::f32;
   c.optimizer.lr = 1e-3;
@@ -94,8 +98,29 @@ TEST_CASE("two GPUs have the f32 losses and norms of one, for every sharding, by
   }
 }
 
-TEST_CASE("two GPUs in bf16 follow one in the mean", "[cuda]") {
-  if (!two_devices_here()) return;
+TEST_CASE("two ranks on GPUs that cut matrices have the f32 losses and norms of one", "[cuda]") {
+  if (!two_ranks_on_devices()) return;
+  core::Config c = tiny_config();
+  c.run.dtype = DType::f32;
+  c.optimizer.lr = 1e-3;
+  c.moe.balance = core::Balance::quantile;
+  c.model.num_experts_per_token = c.model.num_experts;
+  c.model.dsa.reset();
+  constexpr int kSteps = 5;
+  const Curve one = run(c, {.name = "one"}, parallel::solo(), kSteps);
+  for (const Layout& l :
+       {Layout{.name = "tensor 2", .tensor = 2},
+        Layout{.name = "tensor 2, none, recomputed", .tensor = 2, .sharding = Sharding::none, .recompute = true}}) {
+    CAPTURE(l.name);
+    const Curve two = run(c, l, parallel::mpi_world(), kSteps);
+    CHECK(difference(two.losses, one.losses, 1e-5) == "");
+    CHECK(difference(two.norms, one.norms, 1e-4) == "");
+    CHECK(two.expert_tokens == one.expert_tokens);
+  }
+}
+
+TEST_CASE("two ranks on GPUs in bf16 follow one in the mean", "[cuda]") {
+  if (!two_ranks_on_devices()) return;
   core::Config c = tiny_config();
   c.run.dtype = DType::bf16;
   c.optimizer.lr = 1e-3;
@@ -107,8 +132,8 @@ TEST_CASE("two GPUs in bf16 follow one in the mean", "[cuda]") {
   }
 }
 
-TEST_CASE("the exchange in parts gives the same bits as in one on two GPUs", "[cuda]") {
-  if (!two_devices_here()) return;
+TEST_CASE("the exchange in parts gives the same bits as in one on two ranks with GPUs", "[cuda]") {
+  if (!two_ranks_on_devices()) return;
   core::Config c = tiny_config();
   c.run.dtype = GENERATE(DType::f32, DType::bf16);
   CAPTURE(name_of(c.run.dtype));
