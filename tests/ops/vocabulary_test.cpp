@@ -156,7 +156,8 @@ TEST_CASE("on CUDA the loss over parts of a vocabulary is within rounding of the
       const double bound = dtype == DType::f32 ? 1e-5 : 2e-2;
       CHECK(std::abs(got.loss - want.loss) <= bound * want.loss);
       CHECK(difference(got.dhidden, want.dhidden, bound) == "");
-      CHECK(difference(got.dweight, want.dweight, bound) == "");
+      // A logit of 16 and more is known to within 1/16 in bf16, and so the probability of a likely word to 6 %.
+      CHECK(difference(got.dweight, want.dweight, dtype == DType::f32 ? bound : 6e-2) == "");
 
       const Tensor ids = b.empty(DType::i32, {T}), y = b.empty(dtype, {T, D}), dtable = b.zeros(DType::f32, {20, D});
       ops::local_ids(b.context(), ops::LocalIds{.ids = labels, .first = 41, .count = 20, .words = V, .y = ids});

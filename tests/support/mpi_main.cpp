@@ -1,5 +1,5 @@
 // mpi_main.cpp -- runs the tests of several ranks: every rank runs all of them in one order, and the first failure ends all ranks.
-// Exit 77 (skipped, for ctest) when only [cuda] tests were asked and not every rank has a device.
+// Exit 77 (skipped, for ctest) when only [cuda] tests were asked and there is no device.
 #if !__has_include(<catch2/catch_all.hpp>)
 #define CATCH_CONFIG_RUNNER
 #endif
@@ -21,8 +21,8 @@ int main(int argc, char** argv) {
     if (std::string_view(argv[i]) == "[cuda]") {
       int devices = 0;
       if constexpr (moetrain::kHasCuda) devices = moetrain::cuda::devices();
-      if (devices < mpi.size()) {
-        if (mpi.rank() == 0) std::printf("%d CUDA devices for %d ranks: skipped\n", devices, mpi.size());
+      if (devices == 0) {
+        if (mpi.rank() == 0) std::printf("no CUDA device for %d ranks: skipped\n", mpi.size());
         return 77;
       }
     }
