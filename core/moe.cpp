@@ -203,10 +203,11 @@ void Moe::plan_exchange(Pass& pass, Kept& k) const {
 
 // `spread(rows)` makes the slots' rows, `meanwhile` runs while the first travel. A part leaves while the one before the last that
 // left is worked on: two are on their way at most, and the host is not held up before the first products. What backward finds
-// (core/result_cache.h) neither travels nor is computed: rows that came, the products of w1 and w3, and what w2 made of them, which
-// came back.
+// (core/result_cache.h) neither travels nor is computed: rows that came, the products of w1 and w3, and the sum of what came back.
+// Backward needs neither what w2 made nor its input, which is had again on the way (ops/glu.h): where nobody asks for the sum, both
+// are left out.
 template <class Spread, class Meanwhile>
-void Moe::run_experts(Pass& pass, const Spread& spread, Kept& k, const Meanwhile& meanwhile) const {
+void Moe::run_experts(Pass& pass, const Spread& spread, Kept& k, Tensor y, const Meanwhile& meanwhile) const {
   auto& ctx = pass.ctx;
   Scope scope(ctx.scratch);
   const bool alone = pass.exchange->ranks() == 1;  // rows are then in their place already
@@ -224,9 +225,25 @@ void Moe::run_experts(Pass& pass, const Spread& spread, Kept& k, const Meanwhile
   if (alone) came.compute([&] { spread(k.received); });
   k.received = k.received.rows(0, R);
   auto products = pass.result(ResultOp::grouped_linear, {{&k.gate, dtype, {R, F_}}, {&k.up, dtype, {R, F_}}});
-  auto went_back = pass.result(ResultOp::exchange, {{&k.returned, dtype, {slots, Z_}}});
-  k.act = pass.keep({R, F_});
-  const Tensor travelling = alone ? Tensor{} : pass.scratch({R, Z_}), out = alone ? k.returned : pass.scratch({R, Z_});
+  std::optional<ResultCache::Result> sum;
+  if (latent_) {
+    const ResultCache::Output combined{&k.combined, dtype, {pass.T(), Z_}};
+    sum.emplace(pass.results, pass.kept, ResultOp::exchange, std::span(&combined, 1));
+    y = k.combined;
+  }
+  const auto towards_sum = [&](auto&& part) {
+    if (sum)
+      sum->compute(part);
+    else if (y.present())
+      part();
+  };
+  const Tensor travelling = alone ? Tensor{} : pass.scratch({R, Z_});
+  Tensor act, out, returned;
+  if (sum ? sum->missing() : y.present()) {
+    act = pass.scratch({R, F_});
+    returned = pass.scratch({slots, Z_});
+    out = alone ? returned : pass.scratch({R, Z_});
+  }
   const auto send = [&](std::size_t c) {
     if (!alone && came.missing() && c < k.plan.parts.size())
       pass.exchange->begin_out(k.plan, k.plan.parts[c], rows.rows(0, k.plan.sent), travelling);
@@ -236,15 +253,23 @@ void Moe::run_experts(Pass& pass, const Spread& spread, Kept& k, const Meanwhile
   send(1);
   for (std::size_t c = 0; c < k.plan.parts.size(); ++c) {
     const auto& part = k.plan.parts[c];
-    const Tensor received = part.of(k.received), gate = part.of(k.gate), up = part.of(k.up), act = part.of(k.act);
+    const Tensor received = part.of(k.received), gate = part.of(k.gate), up = part.of(k.up);
     if (!alone) came.compute([&] { pass.exchange->finish_out(ctx, part, travelling, received); });
     products.compute([&] { project_grouped(pass, TwoWeights{w1_, w3_}, part, received, gate, up); });
-    ops::glu(ctx, ops::GluForward{.kind = act_, .beta = beta_, .linear_beta = linear_beta_, .g = gate, .u = up, .y = act});
-    went_back.compute([&] { project_grouped(pass, w2_, part, act, part.of(out)); });
+    towards_sum([&] {
+      ops::glu(ctx,
+               ops::GluForward{.kind = act_, .beta = beta_, .linear_beta = linear_beta_, .g = gate, .u = up, .y = part.of(act)});
+      project_grouped(pass, w2_, part, part.of(act), part.of(out));
+    });
     send(c + 2);
-    if (!alone) went_back.compute([&] { pass.exchange->begin_back(ctx, part, part.of(out), travelling, k.returned); });
+    if (!alone) towards_sum([&] { pass.exchange->begin_back(ctx, part, part.of(out), travelling, returned.rows(0, k.plan.sent)); });
   }
-  if (!alone) went_back.compute([&] { pass.exchange->finish_back(); });
+  towards_sum([&] {
+    if (!alone) pass.exchange->finish_back();
+    ops::collect_rows(
+        ctx, ops::CollectRows{
+                 .rows = returned, .slot_row = k.slot_row, .weights = k.weights, .y = y, .add = !latent_ && shared_.has_value()});
+  });
 }
 
 void Moe::forward(Pass& pass, ConstTensor x, Kept& k, Tensor decisions, Tensor y) const {
@@ -265,16 +290,9 @@ void Moe::forward(Pass& pass, ConstTensor x, Kept& k, Tensor decisions, Tensor y
     }
     ops::spread_rows(ctx, ops::SpreadRows{.x = z, .slot_row = k.slot_row, .rows = rows});
   };
-  run_experts(pass, spread, k, [&] {
+  run_experts(pass, spread, k, y, [&] {
     if (shared_) shared_->forward(pass, x, k.shared, y);
   });
-  if (!latent_ && !y.present()) return;
-  k.combined = latent_ ? pass.keep({pass.T(), Z_}) : y;
-  ops::collect_rows(ctx, ops::CollectRows{.rows = k.returned,
-                                          .slot_row = k.slot_row,
-                                          .weights = k.weights,
-                                          .y = k.combined,
-                                          .add = !latent_ && shared_.has_value()});
   if (!latent_) return;
   ConstTensor latent = k.combined;
   if (norm_) {
@@ -297,12 +315,9 @@ void Moe::run_experts_backward(Pass& pass, const Kept& k, ConstTensor dcombined,
   const std::int64_t slots = pass.T() * K_, R = k.plan.received;
   const Tensor dslots = pass.scratch({slots, Z_}), dreceived = alone ? dslots : pass.scratch({R, Z_});
   const Tensor travelling = alone ? Tensor{} : pass.scratch({R, Z_});
-  ops::collect_rows(ctx, ops::CollectRowsBackward{.dy = dcombined,
-                                                  .rows = k.returned,
-                                                  .slot_row = k.slot_row,
-                                                  .weights = k.weights,
-                                                  .drows = dslots,
-                                                  .dweights = dweights});
+  const Tensor slot_dots = pass.scratch_real({slots, 1}), dots = alone ? slot_dots : pass.scratch_real({R, 1}),
+               travelling_dots = alone ? Tensor{} : pass.scratch_real({R, 1});
+  ops::collect_rows(ctx, ops::CollectRowsBackward{.dy = dcombined, .slot_row = k.slot_row, .weights = k.weights, .drows = dslots});
   const auto send = [&](std::size_t c) {
     if (!alone && c < k.plan.parts.size())
       pass.exchange->begin_out(k.plan, k.plan.parts[c], dslots.rows(0, k.plan.sent), travelling);
@@ -310,15 +325,14 @@ void Moe::run_experts_backward(Pass& pass, const Kept& k, ConstTensor dcombined,
   send(0);
   meanwhile();
   send(1);
-  const Tensor dgates = pass.scratch({R, F_}), dups = pass.scratch({R, F_});
+  const Tensor dgates = pass.scratch({R, F_}), dups = pass.scratch({R, F_}), acts = pass.scratch({R, F_});
   const auto dw1 = grouped_gradient(pass, w1_), dw2 = grouped_gradient(pass, w2_), dw3 = grouped_gradient(pass, w3_);
   for (std::size_t c = 0; c < k.plan.parts.size(); ++c) {
     const auto& part = k.plan.parts[c];
-    const Tensor d = part.of(dreceived), dgate = part.of(dgates), dup = part.of(dups);
+    const Tensor d = part.of(dreceived), dgate = part.of(dgates), dup = part.of(dups), act = part.of(acts), dot = part.of(dots);
     const Tensor received = part.of(k.received);
     if (!alone) pass.exchange->finish_out(ctx, part, travelling, d);
     project_grouped_backward(pass, w2_, part, d, dgate);
-    project_grouped_gradient(pass, w2_, dw2, part, d, part.of(k.act));
     ops::glu(ctx, ops::GluBackward{.kind = act_,
                                    .beta = beta_,
                                    .linear_beta = linear_beta_,
@@ -326,14 +340,23 @@ void Moe::run_experts_backward(Pass& pass, const Kept& k, ConstTensor dcombined,
                                    .g = part.of(k.gate),
                                    .u = part.of(k.up),
                                    .dg = dgate,
-                                   .du = dup});
+                                   .du = dup,
+                                   .y = act,
+                                   .dots = dot.reshape({dot.count()})});
+    project_grouped_gradient(pass, w2_, dw2, part, d, act);
     project_grouped_backward(pass, TwoWeights{w1_, w3_}, part, dgate, dup, d);
     send(c + 2);
-    if (!alone) pass.exchange->begin_back(ctx, part, d, travelling, dslots);
+    if (!alone) {
+      pass.exchange->begin_back(ctx, part, d, travelling, dslots.rows(0, k.plan.sent));
+      pass.exchange->begin_back(ctx, part, dot, travelling_dots, slot_dots.rows(0, k.plan.sent));
+    }
     project_grouped_gradient(pass, TwoWeights{w1_, w3_}, TwoGradients{dw1, dw3}, part, dgate, dup, received);
   }
   if (!alone) pass.exchange->finish_back();
   ops::collect_rows(ctx, ops::CollectRows{.rows = dslots, .slot_row = k.slot_row, .weights = {}, .y = dz});
+  ops::weight_gradients(
+      ctx,
+      ops::WeightGradients{.dots = slot_dots.reshape({slots}), .slot_row = k.slot_row, .weights = k.weights, .dweights = dweights});
 }
 
 void Moe::backward(Pass& pass, const Kept& k, ConstTensor decisions, ConstTensor dy, Tensor dx) const {

@@ -24,8 +24,7 @@ class Moe {
     Tensor slot_row;         // (T, K) i64
     parallel::ExchangePlan plan;
     Tensor received;                      // (R, Z) rows of the local experts, expert by expert; Z: width the experts see
-    Tensor gate, up, act;                 // (R, F)
-    Tensor returned;                      // (T K, Z) the experts' outputs, by slot_row
+    Tensor gate, up;                      // (R, F)
     Tensor combined, combined_r, normed;  // (T, Z), (T) real, (T, Z)
     Mlp::Kept shared;
   };
@@ -48,7 +47,7 @@ class Moe {
   void sort(Pass& pass, Kept& kept, ConstTensor experts, Tensor counts) const;
   void plan_exchange(Pass& pass, Kept& kept) const;
   template <class Spread, class Meanwhile>
-  void run_experts(Pass& pass, const Spread& spread, Kept& kept, const Meanwhile& meanwhile) const;
+  void run_experts(Pass& pass, const Spread& spread, Kept& kept, Tensor y, const Meanwhile& meanwhile) const;
   template <class Meanwhile>
   void run_experts_backward(Pass& pass, const Kept& kept, ConstTensor dcombined, Tensor dz, Tensor dweights,
                             const Meanwhile& meanwhile) const;

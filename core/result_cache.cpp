@@ -47,8 +47,8 @@ void choose(std::vector<Candidate>& candidates, const CacheBudget& budget, doubl
     if (c.bytes <= device) {
       c.tier = Tier::device;
       device -= c.bytes;
-    } else if (c.bytes <= host &&
-               (budget.forced || (travels < c.seconds && link_seconds[std::size_t(c.layer)] + travels <= layer_seconds))) {
+    } else if (c.bytes <= host && (budget.forced || ((budget.beside || travels < c.seconds) &&
+                                                     link_seconds[std::size_t(c.layer)] + travels <= layer_seconds))) {
       c.tier = Tier::host;
       host -= c.bytes;
       link_seconds[std::size_t(c.layer)] += travels;

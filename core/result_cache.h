@@ -32,6 +32,7 @@ struct CacheBudget {
   std::vector<ResultOp> ops;  // that may be cached
   bool all = false;           // without limit and without a decision: all of them, on the device
   bool forced = false;        // what finds no room on the device goes to the host, whether its link has the time or not
+  bool beside = false;        // what travels to the host does so beside a layer's work; else it must cost less than it saves
   std::int64_t device_bytes = 0, host_bytes = 0;
 };
 

@@ -17,10 +17,11 @@ Device planned_device(const Config& c) {
   return cpu ? Device::cpu : Device::cuda;
 }
 
-std::optional<CacheBudget> cache_budget(const MemoryConfig& m) {
+std::optional<CacheBudget> cache_budget(const MemoryConfig& m, bool beside) {
   if (m.activation_checkpointing == Checkpointing::selective) return CacheBudget{.all = true};
   if (m.cache.ops.empty()) return {};
-  CacheBudget budget{.forced = m.cache.ops[0] != "auto", .device_bytes = m.cache.device.bytes, .host_bytes = m.cache.host.bytes};
+  CacheBudget budget{
+      .forced = m.cache.ops[0] != "auto", .beside = beside, .device_bytes = m.cache.device.bytes, .host_bytes = m.cache.host.bytes};
   for (int op = 0; op < kResultOps; ++op)
     if (!budget.forced || std::find(m.cache.ops.begin(), m.cache.ops.end(), name_of(ResultOp(op))) != m.cache.ops.end())
       budget.ops.push_back(ResultOp(op));
@@ -61,7 +62,7 @@ void Trainer::allocate(bool poison) {
 
   if (mesh_.shape().tensor > 1) tensor_ = std::make_unique<parallel::TensorSplit>(*mesh_.tensor().data);
 
-  if (const auto budget = cache_budget(config_.memory))
+  if (const auto budget = cache_budget(config_.memory, planned_device(config_) == Device::cuda))
     results_ = std::make_unique<ResultCache>(memory_, host_memory_, *budget, int(config_.model.num_hidden_layers));
 
   const DType real = real_of(config_.run.dtype);

@@ -4,8 +4,10 @@
 //                    dg = dy u s (1 + g (1 - s))                       du = dy g s
 //   situ (SiTU-GLU)  y = b1 p s b2 q                                   p = tanh(g / b1), q = tanh(u / b2)
 //                    dg = dy b2 q ((1 - p^2) s + b1 p s (1 - s))       du = dy b1 p s (1 - q^2)
+//   backward has y again, and dots[r] = sum_f dy[r,f] y[r,f], on its way
 //
-// Computed in f32 (f64 for f64) and rounded once. dg may alias dy, du may alias g or u; y may alias g or u. Repeatable.
+// Computed in f32 (f64 for f64) and rounded once; dots are sums of what is not rounded. Forward's y may alias g or u; dg may alias
+// dy, du may alias g or u. Repeatable.
 #pragma once
 #include "ops/context.h"
 
@@ -36,6 +38,8 @@ struct GluBackward {
   ConstTensor u;   // (R, F)
   Tensor dg;       // (R, F); may alias dy
   Tensor du;       // (R, F)
+  Tensor y = {};   // (R, F); absent: not wanted
+  Tensor dots = {};  // (R) real; absent: not wanted
   void check_shapes() const {
     check(is_floating(g.dtype) && u.dtype == g.dtype && dy.dtype == g.dtype && dg.dtype == g.dtype && du.dtype == g.dtype,
           "glu: dy, g, u, dg and du are not of one floating type",
@@ -52,6 +56,10 @@ struct GluBackward {
            {"dy", dy.shape.count()},
            {"dg", dg.shape.count()},
            {"du", du.shape.count()}});
+    check(!y.present() || (y.shape == g.shape && y.dtype == g.dtype), "glu: y is not (R, F) as g",
+          {{"R", g.shape[0]}, {"y", y.count()}, {"dtype", std::int64_t(y.dtype)}});
+    check(!dots.present() || (dots.shape == Shape{g.shape[0]} && dots.dtype == real_of(g.dtype)), "glu: dots are not (R) real",
+          {{"R", g.shape[0]}, {"dots", dots.count()}, {"dtype", std::int64_t(dots.dtype)}});
     check(kind == GluKind::silu || (beta > 0 && linear_beta > 0), "glu: a bound of situ is not positive");
   }
 };

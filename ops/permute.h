@@ -8,11 +8,13 @@
 //   spread:   rows[slot_row[t,k]] = x[t]
 //   collect:  y[t] = (or +=) sum_k weights[t,k] rows[slot_row[t,k]]                                   k ascending
 //   place:    to[begins[n] + i] = places[n] + i      for i in [0, begins[n+1] - begins[n]): runs of rows to where they belong
-//   backward: dweights[t,k] = sum_d dy[t,d] rows[slot_row[t,k],d];  drows[slot_row[t,k]] = weights[t,k] dy[t]
-// The gradient of spread is collect without weights (1 each); the gradient of collect without weights is spread.
+//   backward: drows[slot_row[t,k]] = weights[t,k] dy[t];  dweights[t,k] = dots[slot_row[t,k]] / weights[t,k], 0 of a weight of 0
+// where dots[r] = sum_d drows[r,d] rows[r,d]. Where rows = W x that is also sum_f x[r,f] (W^T drows)[r,f], so that nobody needs
+// rows in backward (ops/glu.h). A weight of 0 has no gradient that matters: its score is 0, and so is the slope of the score
+// (ops/router.h). The gradient of spread is collect without weights (1 each); the gradient of collect without weights is spread.
 //
 // spread_rows and move_rows copy bits of any dtype. collect_rows sums in real (f32 for bf16, f64 for f64) and rounds once.
-// Everything is written but collect's y with `add`. Nothing aliases, but for drows, which may be rows. slot_row names a row at most
+// Everything is written but collect's y with `add`. Nothing aliases. slot_row names a row at most
 // once, to every row once, experts numbers below E (on the CPU their ranges are checked). Bitwise repeatable for any number of
 // threads.
 #pragma once
@@ -79,24 +81,35 @@ struct CollectRows {
 
 struct CollectRowsBackward {
   ConstTensor dy;        // (T, D)
-  ConstTensor rows;      // (T*K, D)
   ConstTensor slot_row;  // (T, K) i64
   ConstTensor weights;   // (T, K) real
-  Tensor drows;          // (T*K, D), written; may be rows
-  Tensor dweights;       // (T, K) real, written
+  Tensor drows;          // (T*K, D), written
   void check_shapes() const {
-    check_storage(rows, "collect_rows backward: rows are not (T*K, D) of a storage type");
-    check_slots(slot_row, dy.shape[0], rows.shape[0],
+    check_storage(drows, "collect_rows backward: drows are not (T*K, D) of a storage type");
+    check_slots(slot_row, dy.shape[0], drows.shape[0],
                 "collect_rows backward: slot_row is not (T, K) i64 for T tokens and T*K rows");
-    check(dy.shape == rows.shape.with_dim0(dy.shape[0]) && dy.dtype == rows.dtype,
-          "collect_rows backward: dy is not (T, D) as rows",
-          {{"D", rows.shape[1]}, {"width", dy.shape[1]}, {"dtype", int(dy.dtype)}});
-    check(drows.shape == rows.shape && drows.dtype == rows.dtype, "collect_rows backward: drows do not fit rows",
-          {{"R", rows.shape[0]}, {"D", rows.shape[1]}, {"drows", drows.shape[0]}, {"dtype", int(drows.dtype)}});
-    check(weights.shape == slot_row.shape && weights.dtype == real_of(rows.dtype),
+    check(dy.shape == drows.shape.with_dim0(dy.shape[0]) && dy.dtype == drows.dtype,
+          "collect_rows backward: dy is not (T, D) as drows",
+          {{"D", drows.shape[1]}, {"width", dy.shape[1]}, {"dtype", int(dy.dtype)}});
+    check(weights.shape == slot_row.shape && weights.dtype == real_of(drows.dtype),
           "collect_rows backward: weights are not (T, K) real",
           {{"T", slot_row.shape[0]}, {"K", slot_row.shape[1]}, {"rows", weights.shape[0]}, {"dtype", int(weights.dtype)}});
-    check(dweights.shape == slot_row.shape && dweights.dtype == weights.dtype, "collect_rows backward: dweights do not fit weights",
+  }
+};
+
+struct WeightGradients {
+  ConstTensor dots;      // (T*K) real
+  ConstTensor slot_row;  // (T, K) i64
+  ConstTensor weights;   // (T, K) real
+  Tensor dweights;       // (T, K) real, written
+  void check_shapes() const {
+    check(dots.shape.rank() == 1 && weights.shape == slot_row.shape && weights.dtype == dots.dtype,
+          "weight_gradients: dots and weights are not (T*K) and (T, K) of one type",
+          {{"dots", dots.count()}, {"weights", weights.count()}, {"dtype", int(weights.dtype)}});
+    check_slots(slot_row, weights.shape[0], dots.shape[0], "weight_gradients: slot_row is not (T, K) i64 for T*K dots");
+    check(dweights.shape == slot_row.shape && dweights.dtype == weights.dtype &&
+              (weights.dtype == DType::f32 || weights.dtype == DType::f64),
+          "weight_gradients: dweights do not fit weights, or these are not real",
           {{"T", slot_row.shape[0]}, {"K", slot_row.shape[1]}, {"rows", dweights.shape[0]}, {"dtype", int(dweights.dtype)}});
   }
 };
@@ -133,6 +146,7 @@ void sort_slots(Context&, const SortSlots&);
 void spread_rows(Context&, const SpreadRows&);
 void collect_rows(Context&, const CollectRows&);
 void collect_rows(Context&, const CollectRowsBackward&);
+void weight_gradients(Context&, const WeightGradients&);
 void place_runs(Context&, const PlaceRuns&);
 void move_rows(Context&, const MoveRows&);
 }  // namespace cpu
@@ -141,6 +155,7 @@ void sort_slots(Context&, const SortSlots&);
 void spread_rows(Context&, const SpreadRows&);
 void collect_rows(Context&, const CollectRows&);
 void collect_rows(Context&, const CollectRowsBackward&);
+void weight_gradients(Context&, const WeightGradients&);
 void place_runs(Context&, const PlaceRuns&);
 void move_rows(Context&, const MoveRows&);
 }  // namespace cuda
@@ -171,6 +186,13 @@ inline void collect_rows(Context& ctx, const CollectRowsBackward& a) {
       ctx, "collect_rows backward", a, [&] { cpu::collect_rows(ctx, a); },
       [&] {
         if constexpr (kHasCuda) cuda::collect_rows(ctx, a);
+      });
+}
+inline void weight_gradients(Context& ctx, const WeightGradients& a) {
+  dispatch(
+      ctx, "weight_gradients forward", a, [&] { cpu::weight_gradients(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::weight_gradients(ctx, a);
       });
 }
 inline void place_runs(Context& ctx, const PlaceRuns& a) {

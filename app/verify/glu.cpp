@@ -13,11 +13,11 @@ void verify_width(const Verification& v, std::int64_t R, std::int64_t F) {
   const auto& m = c.model();
   const auto normal = [&] { return c.normal(c.storage(), {R, F}, 2); };
   const auto empty = [&] { return c.empty(c.storage(), {R, F}); };
-  const Tensor g = normal(), u = normal(), dy = normal(), y = empty(), dg = empty(), du = empty();
+  const Tensor g = normal(), u = normal(), dy = normal(), y = empty(), dg = empty(), du = empty(), dots = c.empty(c.real(), {R, 1});
   const Places rows = c.sample(R, 64);
   const std::string shape = sizes({{"R", R}, {"F", F}});
   const Tensor g64 = c.wide(g, rows), u64 = c.wide(u, rows), y64 = c.host_zeros(g64.shape), dg64 = c.host_zeros(g64.shape),
-               du64 = c.host_zeros(g64.shape);
+               du64 = c.host_zeros(g64.shape), dots64 = c.host_zeros({g64.shape[0], 1});
   const auto forward = [&](ops::Context& ctx, ConstTensor gate, ConstTensor up, Tensor to) {
     ops::glu(ctx, ops::GluForward{.kind = m.hidden_act,
                                   .beta = m.activation_situ_beta,
@@ -26,7 +26,8 @@ void verify_width(const Verification& v, std::int64_t R, std::int64_t F) {
                                   .u = up,
                                   .y = to});
   };
-  const auto backward = [&](ops::Context& ctx, ConstTensor slope, ConstTensor gate, ConstTensor up, Tensor dgate, Tensor dup) {
+  const auto backward = [&](ops::Context& ctx, ConstTensor slope, ConstTensor gate, ConstTensor up, Tensor dgate, Tensor dup,
+                            Tensor again, Tensor dot) {
     ops::glu(ctx, ops::GluBackward{.kind = m.hidden_act,
                                    .beta = m.activation_situ_beta,
                                    .linear_beta = m.activation_situ_linear_beta,
@@ -34,17 +35,21 @@ void verify_width(const Verification& v, std::int64_t R, std::int64_t F) {
                                    .g = gate,
                                    .u = up,
                                    .dg = dgate,
-                                   .du = dup});
+                                   .du = dup,
+                                   .y = again,
+                                   .dots = dot.reshape({dot.count()})});
   };
   c.run("glu forward", shape, [&](ops::Context& ctx) { forward(ctx, g, u, y); });
   forward(c.host(), g64, u64, y64);
   c.compare("y", y, rows, y64, c.stored());
   c.tell();
 
-  c.run("glu backward", shape, [&](ops::Context& ctx) { backward(ctx, dy, g, u, dg, du); });
-  backward(c.host(), c.wide(dy, rows), g64, u64, dg64, du64);
+  c.run("glu backward", shape, [&](ops::Context& ctx) { backward(ctx, dy, g, u, dg, du, y, dots); });
+  backward(c.host(), c.wide(dy, rows), g64, u64, dg64, du64, y64, dots64);
   c.compare("dg", dg, rows, dg64, c.stored());
   c.compare("du", du, rows, du64, c.stored());
+  c.compare("y", y, rows, y64, c.stored());
+  c.compare("dots", dots, rows, dots64, OpCase::summed());
   c.tell();
 }
 

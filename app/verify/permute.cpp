@@ -54,7 +54,7 @@ void verify_permute(const Verification& v) {
   const std::string shape = sizes({{"T", T}, {"K", K}, {"D", D}});
   const Tensor x = c.normal(c.storage(), {T, D}), rows = c.empty(c.storage(), {R, D}), weights = c.normal(c.real(), {T, K}),
                y = c.empty(c.storage(), {T, D}), returned = c.normal(c.storage(), {R, D}), drows = c.empty(c.storage(), {R, D}),
-               dweights = c.empty(c.real(), {T, K});
+               dots = c.normal(c.real(), {R, 1}), dweights = c.empty(c.real(), {T, K});
   const Tensor x64 = c.wide(x, tokens), rows64 = c.host_zeros({n * K, D}), weights64 = c.wide(weights, tokens),
                returned64 = c.wide(returned, rows_of_tokens), y64 = c.host_zeros({n, D});
 
@@ -72,16 +72,21 @@ void verify_permute(const Verification& v) {
   c.tell();
 
   c.run("collect_rows backward", shape, [&](ops::Context& ctx) {
-    ops::collect_rows(ctx,
-                      ops::CollectRowsBackward{
-                          .dy = x, .rows = returned, .slot_row = slots, .weights = weights, .drows = drows, .dweights = dweights});
+    ops::collect_rows(ctx, ops::CollectRowsBackward{.dy = x, .slot_row = slots, .weights = weights, .drows = drows});
+  });
+  ops::collect_rows(c.host(), ops::CollectRowsBackward{.dy = x64, .slot_row = few_slots, .weights = weights64, .drows = rows64});
+  c.compare("drows", drows, rows_of_tokens, rows64, c.stored());
+  c.tell();
+
+  c.run("weight_gradients", sizes({{"T", T}, {"K", K}}), [&](ops::Context& ctx) {
+    ops::weight_gradients(
+        ctx, ops::WeightGradients{.dots = dots.reshape({R}), .slot_row = slots, .weights = weights, .dweights = dweights});
   });
   const Tensor dweights64 = c.host_zeros({n, K});
-  ops::collect_rows(
-      c.host(),
-      ops::CollectRowsBackward{
-          .dy = x64, .rows = returned64, .slot_row = few_slots, .weights = weights64, .drows = rows64, .dweights = dweights64});
-  c.compare("drows", drows, rows_of_tokens, rows64, c.stored());
+  ops::weight_gradients(c.host(), ops::WeightGradients{.dots = c.wide(dots, rows_of_tokens).reshape({n * K}),
+                                                       .slot_row = few_slots,
+                                                       .weights = weights64,
+                                                       .dweights = dweights64});
   c.compare("dweights", dweights, tokens, dweights64, OpCase::summed());
   c.tell();
 

@@ -62,23 +62,22 @@ void collect_backward(const CollectRowsBackward& a) {
   const auto tokens = a.dy.shape[0], D = a.dy.shape[1], K = a.slot_row.shape[1];
   const auto* slot_row = a.slot_row.as<std::int64_t>();
   const R* weights = a.weights.as<R>();
-  R* dweights = a.dweights.as<R>();
 #pragma omp parallel for schedule(static) if (tokens * K * D > kWorthThreads)
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    const T* dy = a.dy.as<T>() + t * D;
-    for (std::int64_t k = 0; k < K; ++k) {
-      dweights[t * K + k] = 0;
-      if (slot_row[t * K + k] < 0) continue;
-      const T* row = a.rows.as<T>() + slot_row[t * K + k] * D;
-      T* drow = a.drows.as<T>() + slot_row[t * K + k] * D;
-      R dot = 0;
-#pragma omp simd reduction(+ : dot)
-      for (std::int64_t d = 0; d < D; ++d) dot += R(row[d]) * R(dy[d]);
-      dweights[t * K + k] = dot;
-      const R w = weights[t * K + k];
-      for (std::int64_t d = 0; d < D; ++d) drow[d] = T(w * R(dy[d]));  // after the dot: drows may be rows
-    }
+  for (std::int64_t i = 0; i < tokens * K; ++i) {
+    if (slot_row[i] < 0) continue;
+    const T* dy = a.dy.as<T>() + i / K * D;
+    T* drow = a.drows.as<T>() + slot_row[i] * D;
+#pragma omp simd
+    for (std::int64_t d = 0; d < D; ++d) drow[d] = T(weights[i] * R(dy[d]));
   }
+}
+
+template <class R>
+void divide_dots(const WeightGradients& a) {
+  const auto* slot_row = a.slot_row.as<std::int64_t>();
+  const R *dots = a.dots.as<R>(), *weights = a.weights.as<R>();
+  for (std::int64_t i = 0; i < a.slot_row.count(); ++i)
+    a.dweights.as<R>()[i] = slot_row[i] < 0 || weights[i] == 0 ? R(0) : dots[slot_row[i]] / weights[i];
 }
 
 }  // namespace
@@ -118,8 +117,13 @@ void cpu::collect_rows(Context&, const CollectRows& a) {
 }
 
 void cpu::collect_rows(Context&, const CollectRowsBackward& a) {
-  check_rows(a.slot_row, a.rows.shape[0], kDropped);
-  with_storage(a.rows.dtype, [&](auto type) { collect_backward<decltype(type)>(a); });
+  check_rows(a.slot_row, a.drows.shape[0], kDropped);
+  with_storage(a.drows.dtype, [&](auto type) { collect_backward<decltype(type)>(a); });
+}
+
+void cpu::weight_gradients(Context&, const WeightGradients& a) {
+  check_rows(a.slot_row, a.dots.shape[0], kDropped);
+  a.dots.dtype == DType::f64 ? divide_dots<double>(a) : divide_dots<float>(a);
 }
 
 void cpu::place_runs(Context&, const PlaceRuns& a) {

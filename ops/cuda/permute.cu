@@ -160,39 +160,34 @@ __global__ void place_runs_kernel(const std::int64_t* __restrict__ begins, const
   to[r] = places[low] + r - begins[low];
 }
 
-constexpr int kTogether = 4;  // packs of a row that are loaded before the first is used
-
-// grid (ceil(T K / kWarps)), block (kThreads), a warp a slot. rows and drows are not __restrict__: they may be one.
+// grid (ceil(T / blockDim.y)), block (threads_for_rows): a pack of dy is read once and written to its K rows
 template <class X, int kCount>
-__global__ void collect_rows_backward_kernel(const X* __restrict__ dy, const X* rows, const std::int64_t* __restrict__ slot_row,
-                                             const float* __restrict__ weights, X* drows, float* __restrict__ dweights,
-                                             std::int64_t slots, std::int64_t K, std::int64_t D) {
-  const std::int64_t slot = std::int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
-  if (slot >= slots) return;
-  const int lane = threadIdx.x % kWarp;
-  const X *dy_row = dy + slot / K * D, *row = rows + slot_row[slot] * D;
-  X* drow = drows + slot_row[slot] * D;
-  const float w = weights[slot];
-  float dot = 0;
-  for (std::int64_t base = lane * kCount; base < D; base += kTogether * kWarp * kCount) {
-    Pack<X, kCount> xs[kTogether], dys[kTogether];
-#pragma unroll
-    for (int u = 0; u < kTogether; ++u)
-      if (const std::int64_t d = base + u * kWarp * kCount; d < D) xs[u] = load<kCount>(row + d), dys[u] = load<kCount>(dy_row + d);
-#pragma unroll
-    for (int u = 0; u < kTogether; ++u)
-      if (const std::int64_t d = base + u * kWarp * kCount; d < D) {
-        Floats<kCount> dx;
-        for (int i = 0; i < kCount; ++i) {
-          const float g = to_float(dys[u].at[i]);
-          dot += g * to_float(xs[u].at[i]);
-          dx.at[i] = w * g;
-        }
-        store_floats<kCount>(drow + d, dx);
-      }
+__global__ void collect_rows_backward_kernel(const X* __restrict__ dy, const std::int64_t* __restrict__ slot_row,
+                                             const float* __restrict__ weights, X* __restrict__ drows, std::int64_t T, std::int64_t K,
+                                             std::int64_t D) {
+  const std::int64_t t = std::int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (t >= T) return;
+#pragma unroll 2
+  for (std::int64_t d = std::int64_t(threadIdx.x) * kCount; d < D; d += std::int64_t(blockDim.x) * kCount) {
+    const auto value = load_floats<kCount>(dy + t * D + d);
+    for (std::int64_t k = 0; k < K; ++k) {
+      const std::int64_t row = slot_row[t * K + k];
+      if (row < 0) continue;
+      const float w = weights[t * K + k];
+      Floats<kCount> drow;
+      for (int i = 0; i < kCount; ++i) drow.at[i] = w * value.at[i];
+      store_floats<kCount>(drows + row * D + d, drow);
+    }
   }
-  dot = warp_sum(dot);
-  if (lane == 0) dweights[slot] = dot;
+}
+
+// grid (ceil(slots / kThreads)), block (kThreads)
+__global__ void weight_gradients_kernel(const float* __restrict__ dots, const std::int64_t* __restrict__ slot_row,
+                                        const float* __restrict__ weights, float* __restrict__ dweights, std::int64_t slots) {
+  const std::int64_t i = std::int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= slots) return;
+  const std::int64_t row = slot_row[i];
+  dweights[i] = row < 0 || weights[i] == 0 ? 0.0F : dots[row] / weights[i];
 }
 
 template <class X, int kCount>
@@ -205,10 +200,10 @@ void collect(Context& ctx, const CollectRows& a) {
 
 template <class X, int kCount>
 void collect_backward(Context& ctx, const CollectRowsBackward& a) {
-  const std::int64_t D = a.dy.shape[1], K = a.slot_row.shape[1], slots = a.slot_row.count();
-  launch(ctx, collect_rows_backward_kernel<device_t<X>, kCount>, {blocks(slots, kWarps), kThreads}, device_pointer<X>(a.dy),
-         device_pointer<X>(a.rows), a.slot_row.as<std::int64_t>(), a.weights.as<float>(), device_pointer<X>(a.drows),
-         a.dweights.as<float>(), slots, K, D);
+  const std::int64_t T = a.dy.shape[0], D = a.dy.shape[1], K = a.slot_row.shape[1];
+  const dim3 threads = threads_for_rows((D + kCount - 1) / kCount);
+  launch(ctx, collect_rows_backward_kernel<device_t<X>, kCount>, {blocks(T, threads.y), threads}, device_pointer<X>(a.dy),
+         a.slot_row.as<std::int64_t>(), a.weights.as<float>(), device_pointer<X>(a.drows), T, K, D);
 }
 
 }  // namespace
@@ -253,11 +248,18 @@ void cuda::collect_rows(Context& ctx, const CollectRows& a) {
 }
 
 void cuda::collect_rows(Context& ctx, const CollectRowsBackward& a) {
-  with_storage(a.rows.dtype, [&](auto storage) {
+  with_storage(a.drows.dtype, [&](auto storage) {
     using S = decltype(storage);
     constexpr int kPack = kPackOf<S>;
-    in_packs<kPack>(a.dy.shape[1], {a.dy, a.rows, a.drows}) ? collect_backward<S, kPack>(ctx, a) : collect_backward<S, 1>(ctx, a);
+    in_packs<kPack>(a.dy.shape[1], {a.dy, a.drows}) ? collect_backward<S, kPack>(ctx, a) : collect_backward<S, 1>(ctx, a);
   });
+}
+
+void cuda::weight_gradients(Context& ctx, const WeightGradients& a) {
+  check(a.dots.dtype == DType::f32, "weight_gradients: CUDA has f32 only", {{"dtype", std::int64_t(a.dots.dtype)}});
+  const std::int64_t slots = a.slot_row.count();
+  launch(ctx, weight_gradients_kernel, {blocks(slots, kThreads), kThreads}, a.dots.as<float>(), a.slot_row.as<std::int64_t>(),
+         a.weights.as<float>(), a.dweights.as<float>(), slots);
 }
 
 void cuda::place_runs(Context& ctx, const PlaceRuns& a) {

@@ -184,9 +184,9 @@ TEST_CASE("experts over ranks exchange what balanced routing sends", "[core]") {
   for (const RankPlan& r : plan.ranks) ranks += r.count;
   CHECK(ranks == 4);
   CHECK(plan.tokens == 4 * 32);
-  // 32 tokens to 2 experts each: 48 of 64 rows leave, out and back, forward and backward, of 4 layers, 13 wide in f64; and each
-  // forward the counts of 6 experts elsewhere.
-  CHECK(plan.bytes_exchanged == 4 * (4 * 48 * 13 * 8 + 6 * 8));
+  // 32 tokens to 2 experts each: 48 of 64 rows leave, out and back, forward and backward, of 4 layers, 13 wide in f64; a number
+  // for each comes back in backward, and each forward has the counts of 6 experts elsewhere.
+  CHECK(plan.bytes_exchanged == 4 * (4 * 48 * 13 * 8 + 48 * 8 + 6 * 8));
 }
 
 TEST_CASE("a plan holds what a real step takes, to the byte and in every category", "[core]") {

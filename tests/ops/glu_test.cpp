@@ -33,13 +33,20 @@ TEST_CASE("glu backward is the slope of glu forward", "[ops][cpu]") {
     CAPTURE(int(kind));
     Bench b;
     const Tensor g = b.normal(DType::f64, {4, 5}, 2), u = b.normal(DType::f64, {4, 5}, 2), c = b.normal(DType::f64, {4, 5});
-    const Tensor y = b.empty(DType::f64, {4, 5}), dg = b.copy(c), du = b.empty(DType::f64, {4, 5});  // dg aliases dy
+    const Tensor y = b.empty(DType::f64, {4, 5}), dg = b.copy(c), du = b.empty(DType::f64, {4, 5}),  // dg aliases dy
+        again = b.empty(DType::f64, {4, 5}), dots = b.empty(DType::f64, {4});
     const auto f = [&] {
       ops::glu(b.context(), ops::GluForward{.kind = kind, .beta = 1.5, .linear_beta = 2.5, .g = g, .u = u, .y = y});
       return test::weighted_sum(y, c);
     };
-    ops::glu(b.context(),
-             ops::GluBackward{.kind = kind, .beta = 1.5, .linear_beta = 2.5, .dy = dg, .g = g, .u = u, .dg = dg, .du = du});
+    ops::glu(
+        b.context(),
+        ops::GluBackward{
+            .kind = kind, .beta = 1.5, .linear_beta = 2.5, .dy = dg, .g = g, .u = u, .dg = dg, .du = du, .y = again, .dots = dots});
+    f();
+    CHECK(test::difference(test::values_of(again), test::values_of(y), 1e-15) == "");
+    for (std::int64_t r = 0; r < 4; ++r)
+      CHECK(std::abs(Bench::get(dots, r) - test::weighted_sum(y.rows(r, r + 1), c.rows(r, r + 1))) <= 1e-13);
     CHECK(test::slope_difference(f, g, dg, 1e-8) == "");
     CHECK(test::slope_difference(f, u, du, 1e-8) == "");
     CHECK(b.guards_hold());
@@ -110,16 +117,19 @@ TEST_CASE("glu takes zero rows and refuses tensors that do not fit", "[ops][cpu]
 }
 
 struct GluResults {
-  Tensor y, dg, du;
+  Tensor y, dg, du, again, dots;
 };
 
 GluResults glu_on_cuda(Bench& b, GluKind kind, ConstTensor g, ConstTensor u, ConstTensor dy) {
   test::DeviceBench d;
-  const Tensor gate = d.copy(g), up = d.copy(u), y = d.empty(g.dtype, g.shape), dg = d.copy(dy);  // dg aliases dy, and du u
+  const Tensor gate = d.copy(g), up = d.copy(u), y = d.empty(g.dtype, g.shape), dg = d.copy(dy),  // dg aliases dy, and du u
+      again = d.empty(g.dtype, g.shape), dots = d.empty(DType::f32, {g.shape[0]});
   ops::glu(d.context(), ops::GluForward{.kind = kind, .beta = 4, .linear_beta = 25, .g = gate, .u = up, .y = y});
-  ops::glu(d.context(),
-           ops::GluBackward{.kind = kind, .beta = 4, .linear_beta = 25, .dy = dg, .g = gate, .u = up, .dg = dg, .du = up});
-  const GluResults host{d.to_host(b, y), d.to_host(b, dg), d.to_host(b, up)};
+  ops::glu(
+      d.context(),
+      ops::GluBackward{
+          .kind = kind, .beta = 4, .linear_beta = 25, .dy = dg, .g = gate, .u = up, .dg = dg, .du = up, .y = again, .dots = dots});
+  const GluResults host{d.to_host(b, y), d.to_host(b, dg), d.to_host(b, up), d.to_host(b, again), d.to_host(b, dots)};
   CHECK(d.guards_hold());
   return host;
 }
@@ -135,18 +145,28 @@ TEST_CASE("glu on CUDA is within rounding of the f64 reference, and the same bit
         const Tensor g = b.normal(type, {R, F}, 3), u = b.normal(type, {R, F}, 3), dy = b.normal(type, {R, F});
         const GluResults got = glu_on_cuda(b, kind, g, u, dy);
         if (R == 0) continue;
-        const Tensor y64 = b.empty(DType::f64, g.shape), dg64 = b.empty(DType::f64, g.shape), du64 = b.empty(DType::f64, g.shape);
+        const Tensor y64 = b.empty(DType::f64, g.shape), dg64 = b.empty(DType::f64, g.shape), du64 = b.empty(DType::f64, g.shape),
+                     dots64 = b.empty(DType::f64, {R});
         const Tensor g64 = b.as(DType::f64, g), u64 = b.as(DType::f64, u), dy64 = b.as(DType::f64, dy);
         ops::glu(b.context(), ops::GluForward{.kind = kind, .beta = 4, .linear_beta = 25, .g = g64, .u = u64, .y = y64});
-        ops::glu(
-            b.context(),
-            ops::GluBackward{.kind = kind, .beta = 4, .linear_beta = 25, .dy = dy64, .g = g64, .u = u64, .dg = dg64, .du = du64});
+        ops::glu(b.context(), ops::GluBackward{.kind = kind,
+                                               .beta = 4,
+                                               .linear_beta = 25,
+                                               .dy = dy64,
+                                               .g = g64,
+                                               .u = u64,
+                                               .dg = dg64,
+                                               .du = du64,
+                                               .dots = dots64});
         CHECK(test::difference(got.y, y64, bound) == "");
+        CHECK(std::memcmp(got.again.data, got.y.data, std::size_t(got.y.bytes())) == 0);
+        CHECK(test::difference(got.dots, dots64, 1e-5) == "");
         CHECK(test::difference(got.dg, dg64, bound) == "");
         CHECK(test::difference(got.du, du64, bound) == "");
         for (int run = 0; run < 20; ++run) {
           const GluResults again = glu_on_cuda(b, kind, g, u, dy);
-          for (const auto& [one, other] : {std::pair(again.y, got.y), std::pair(again.dg, got.dg), std::pair(again.du, got.du)})
+          for (const auto& [one, other] : {std::pair(again.y, got.y), std::pair(again.dg, got.dg), std::pair(again.du, got.du),
+                                           std::pair(again.dots, got.dots)})
             CHECK(std::memcmp(one.data, other.data, std::size_t(one.bytes())) == 0);
         }
       }
