@@ -72,8 +72,8 @@ TEST_CASE("results are chosen by seconds a byte: on the device as far as they fi
   CHECK(tiers_of(all, b, 20, 100) == std::vector<Tier>{none, host, host, none, none, none});  // 10 s of link for 10 s saved
   b.beside = true;
   CHECK(tiers_of(all, b, 20, 100) == std::vector<Tier>{host, host, host, host, none, none});
+  CHECK(tiers_of(all, b, 100, 1.4) ==
         std::vector<Tier>{none, host, host, none, none, none});  // a second more in layer 0 is too much
-        std::vector<Tier>{none, host, host, none, none, none});  // layer 0 has 1.5 s, and one second left
   b.forced = true;
   CHECK(tiers_of(all, b, 1, 0) == std::vector<Tier>{host, host, host, host, none, none});
   b.host_bytes = 150;
