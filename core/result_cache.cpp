@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <exception>
 #include <numeric>
+#include <utility>
 
 namespace moetrain::core {
 namespace {
@@ -204,6 +205,12 @@ void ResultCache::settle(std::vector<Candidate>& all, double bytes_per_second, d
 }
 
 void ResultCache::decide(parallel::Communicator& control, double bytes_per_second) {
+  if (!std::exchange(warm_, true)) {
+    for (Known& k : known_) k.seconds = 0, k.times = 0;
+    forward_seconds_ = 0;
+    forwards_ = 0;
+    return;
+  }
   std::vector<Candidate> all = candidates();
   std::vector<double> values{forwards_ > 0 ? forward_seconds_ / double(forwards_) : 0, -bytes_per_second};  // the slowest link
   for (const Candidate& c : all) values.insert(values.end(), {c.seconds, double(c.bytes)});

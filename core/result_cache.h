@@ -5,10 +5,11 @@
 // them, and lays those aside that were chosen; when the layer is computed again, they are there, to the bit what computing would
 // give. An operator is known by its layer and its number within it, which are the same in both.
 //
-// Who is chosen is decided once, after a step in which everything was computed again and timed: by seconds saved a byte, largest
-// first, as far as the room on the device goes, then in host memory, as far as that goes and its link has time in the layers' own
-// time. Times and bytes are the largest of any rank, so that all ranks decide alike; what has a collective in it must be had by all
-// or none. A result that has grown past the room on the device since is computed again, but for those with a collective.
+// Who is chosen is decided once, after two steps in which everything was computed again, the second of them timed (the first one
+// takes memory and loads kernels): by seconds saved a byte, largest first, as far as the room on the device goes, then in host
+// memory, as far as that goes and its link has time in the layers' own time. Times and bytes are the largest of any rank, so that
+// all ranks decide alike; what has a collective in it must be had by all or none. A result that has grown past the room on the
+// device since is computed again, but for those with a collective.
 #pragma once
 #include <chrono>
 #include <cstdint>
@@ -94,7 +95,7 @@ class ResultCache {
   bool next_is_here() const;  // the result of the operator that comes next
   bool decided() const { return decided_; }
   void decide(parallel::Communicator& control,
-              double bytes_per_second);  // collective; after a step. Of the link to the host, one way
+              double bytes_per_second);  // collective; after each of the first two steps. Of the link to the host, one way
   void assume();                         // of a dry run: as much as there is room for
   std::vector<Candidate> candidates() const;
   struct Figures {                    // of a rank, since they were last taken
@@ -122,7 +123,7 @@ class ResultCache {
   std::vector<std::vector<int>> by_layer_;  // numbers
   int layer_ = -1;
   std::size_t met_ = 0;  // of the layer
-  bool again_ = false, decided_ = false;
+  bool again_ = false, warm_ = false, decided_ = false;
   Figures figures_;
   double forward_seconds_ = 0;
   std::int64_t forwards_ = 0;
