@@ -58,7 +58,7 @@ void bench_kda(const Ceilings& ceilings, const Report& report) {
       ops::kda_attention(b.context(), backward);
     }));
     // The delta rule alone, as others time it, is the scan and all of prepare but its convolutions, norms and gates.
-    const ops::KdaTiles tiles(b.stack(), x, true);
+    const ops::KdaTiles tiles(b.stack(), x, ops::KdaTiles::For::backward);
     const Tensor none;
     ops::KdaTiles without_states = tiles;
     without_states.s = none;
