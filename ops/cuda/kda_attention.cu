@@ -1,6 +1,7 @@
 // kda_attention.cu -- KDA forward in three launches: prepare (chunks in parallel), scan (chunks in order, the state in registers),
-// gated norm. bf16 multiplies on tensor cores; f32 runs the same kernels with FFMA products. Straight-line code is kept short:
-// these kernels run each instruction once a block, and took twice the time when they did not fit the instruction cache.
+// gated norm; and the map of a slice's states in two: prepare, and a scan of two states side by side. bf16 multiplies on tensor
+// cores; f32 runs the same kernels with FFMA products. Straight-line code is kept short: these kernels run each instruction once a
+// block, and took twice the time when they did not fit the instruction cache.
 #include <algorithm>
 
 #include "ops/cuda/kda_chunk.cuh"
@@ -226,8 +227,8 @@ struct ScanArgs {
   int N, H;
 };
 
-// What a walk gives beside the final state: o, or the states within and R, or nothing: then two states go side by side, one from zero and
-// one that starts as identity and that V adds nothing to, and both together are the map of the state.
+// What a walk gives beside the final state: o, or the states within and R, or nothing: then two states go side by side, one from
+// zero and one that starts as identity and that V adds nothing to, and both together are the map of the state.
 enum class Walk { outputs, states, map };
 
 template <class S, int kWidth, Walk kWalk>
@@ -240,8 +241,8 @@ struct ScanShared {
   static constexpr int stage_bytes(int warps) { return stage_elements(warps) * int(sizeof(S)) + kWidth * 4; }
 };
 
-// grid (kWidth / (16 warps), twice that for a map, N, documents), block (32 (warps + 1)): a warp holds S^T of 16 values; the last one
-// brings the tiles.
+// grid (kWidth / (16 warps), twice that for a map, N, documents), block (32 (warps + 1)): a warp holds S^T of 16 values; the last
+// one brings the tiles.
 template <class S, int kWidth, Walk kWalk>
 __global__ void __launch_bounds__(160) kda_attention_scan_kernel(const ScanArgs<S> a, int stages) {
   using Shared = ScanShared<S, kWidth, kWalk>;

@@ -1,6 +1,6 @@
 // kda_attention_backward.cu -- KDA backward in eight launches: prepare and scan again (states and R kept), gated norm, scan in
-// reverse, two for the gradients of a chunk (kda_attention_gradients.cu), what crosses chunks in the convolutions, and the
-// parameters' sums.
+// reverse, two for the gradients of a chunk (kda_attention_gradients.cu), what crosses chunks and slices in the convolutions, and
+// the parameters' sums. The map of a slice's gradients of states in three: prepare, gated norm, scan in reverse.
 #include "ops/cuda/kda_chunk.cuh"
 #include "ops/cuda/launch.cuh"
 
@@ -109,8 +109,8 @@ struct ReverseShared {
   static constexpr int stage_bytes(int warps) { return (2 * kTile + of_outputs(warps)) * int(sizeof(S)) + kWidth * 4; }
 };
 
-// grid (kWidth / (16 warps), twice that for a map, N, documents), block (32 (warps + 1)): a warp holds dS^T of 16 values; the last one
-// brings the tiles.
+// grid (kWidth / (16 warps), twice that for a map, N, documents), block (32 (warps + 1)): a warp holds dS^T of 16 values; the last
+// one brings the tiles.
 //   dR^T = dO^T P + dS'^T Kout^T,  dS^T = dS'^T diag(exp G_last) + dO^T (s Qin) - dR^T W
 // kMap: neither dR nor dS' is kept; a second dS, beside the one from zero, starts as identity and has no dO.
 template <class S, int kWidth, bool kMap>
@@ -228,8 +228,8 @@ __global__ void __launch_bounds__(160) kda_attention_backward_scan_kernel(const 
 
 // ---- what crosses chunks, and sums
 
-// grid (slots, 9), block (kChunkThreads): the last rows of a chunk, and the rows of history before a slice (dhistory null: not wanted),
-// get what the first rows that follow them give them.
+// grid (slots, 9), block (kChunkThreads): the last rows of a chunk, and the rows of history before a slice (dhistory null: not
+// wanted), get what the first rows that follow give them.
 template <class S>
 __global__ void kda_attention_backward_edges_kernel(const KdaInputs<S> in, const float* __restrict__ edge, S* dq_in, S* dk_in,
                                                     S* dv_in, S* dhistory) {

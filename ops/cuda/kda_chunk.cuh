@@ -26,7 +26,8 @@ struct KdaDocuments {
   __device__ __forceinline__ int leaves(std::int64_t n) const { return int(pieces ? pieces[4 * n + 3] : n); }
 };
 inline KdaDocuments kda_documents(const Documents& d) {
-  check(d.on_device.present() && (d.whole() || d.pieces_on_device.present()), "kda_attention: CUDA needs the documents on the device");
+  check(d.on_device.present() && (d.whole() || d.pieces_on_device.present()),
+        "kda_attention: CUDA needs the documents on the device");
   check(d.count() <= 65535 && d.states() <= 0x7fffffff, "kda_attention: more documents than a grid has",
         {{"documents", d.count()}, {"states", d.states()}});
   return {d.on_device.as<std::int64_t>(), d.whole() ? nullptr : d.pieces_on_device.as<std::int64_t>(), d.count()};
@@ -389,8 +390,8 @@ struct Operands {
   }
 };
 
-// The launch of a walk over chunks with so many states side by side: a warp owns 16 values of a state, a block two warps, or four where
-// that still fills the device; one warp more brings the tiles of the next chunks, as many as fit.
+// The launch of a walk over chunks with so many states side by side: a warp owns 16 values of a state, a block two warps, or four
+// where that still fills the device; one warp more brings the tiles of the next chunks, as many as fit.
 struct ScanShape {
   Grid grid;
   int stages;
