@@ -131,23 +131,24 @@ std::unique_ptr<MicroBatch> Trainer::share_of(const MicroBatch& slice) {
 MicroBatch Trainer::upload(const io::Batch& b, std::int64_t first_sequence) {
   mesh_.settle();  // the copies below wait for the device, and would wait for ever for a peer that is gone
   const std::int64_t T = b.sequences.back();
-  auto put = [&](const std::vector<std::int32_t>& host) {
-    const Tensor t = kept_.take(DType::i32, {T});
-    copy_to_device(memory_.device(), t.data, host.data(), t.bytes());
+  auto put = [&](DType dtype, Shape shape, const void* host) {
+    const Tensor t = kept_.take(dtype, shape);
+    copy_to_device(memory_.device(), t.data, host, t.bytes());
     return t;
   };
   MicroBatch m;
   m.documents.starts = b.documents;
-  if (memory_.device() == Device::cuda) {
-    const Tensor starts = kept_.take(DType::i64, {std::int64_t(b.documents.size())});
-    copy_to_device(memory_.device(), starts.data, b.documents.data(), starts.bytes());
-    m.documents.on_device = starts;
-  }
-  m.tokens = put(b.tokens);
-  m.labels = put(b.labels);
+  m.tokens = put(DType::i32, {T}, b.tokens.data());
+  m.labels = put(DType::i32, {T}, b.labels.data());
   m.sequences = b.sequences;
   place(b, first_sequence, m);
   if (tensor_) m.share = share_of(m);
+  for (MicroBatch* part : {&m, m.share.get()}) {
+    if (!part || memory_.device() != Device::cuda) continue;
+    ops::Documents& d = part->documents;
+    d.on_device = put(DType::i64, {d.count() + 1}, d.starts.data());
+    if (!d.whole()) d.pieces_on_device = put(DType::i64, {d.count(), 4}, d.pieces.data());
+  }
   return m;
 }
 

@@ -19,10 +19,12 @@ struct Documents {
     // that enters it and one that leaves it.
     std::int64_t enters = -1, leaves = -1;
   };
+  static_assert(sizeof(Piece) == 4 * sizeof(std::int64_t));  // a row of pieces_on_device
   std::span<const std::int64_t> starts;  // (N+1) ascending, first 0, last T; on the host
   ConstTensor on_device = {};            // (N+1) i64, the same list on the device; needed by ops on CUDA
   std::span<const Piece> pieces = {};    // (N); empty: every document is whole here, its keys stand where its tokens do
   std::int64_t slices = 0;               // of this rank, where there are pieces
+  ConstTensor pieces_on_device = {};     // (N, 4) i64: before, first_key, enters, leaves; likewise, where there are pieces
   std::int64_t count() const { return std::int64_t(starts.size()) - 1; }
   std::int64_t begin(std::int64_t n) const { return starts[std::size_t(n)]; }
   std::int64_t end(std::int64_t n) const { return starts[std::size_t(n) + 1]; }
@@ -51,6 +53,10 @@ struct Documents {
           "documents: the list on the device does not fit the one on the host", {{"starts", std::int64_t(starts.size())}, {"on device", on_device.count()}});
     check(whole() || std::int64_t(pieces.size()) == count(), "documents: not one piece a document",
           {{"documents", count()}, {"pieces", std::int64_t(pieces.size())}});
+    check(!pieces_on_device.present() ||
+              (!whole() && pieces_on_device.shape == Shape{count(), 4} && pieces_on_device.dtype == DType::i64),
+          "documents: the pieces on the device do not fit those on the host",
+          {{"pieces", count()}, {"on device", pieces_on_device.count()}});
     for (const Piece& p : pieces)
       check(p.before >= 0 && p.enters < slices && p.leaves < slices && (p.enters >= 0) == (p.before > 0),
             "documents: a piece fits no slice", {{"slices", slices}, {"before", p.before}, {"enters", p.enters}, {"leaves", p.leaves}});

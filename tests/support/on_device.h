@@ -40,12 +40,17 @@ class DeviceBench {
     fill(Device::cuda, t.data, 0, t.bytes());
     return t;
   }
-  // The same documents with their list on the device too; the span must outlive its users.
-  ops::Documents documents(std::span<const std::int64_t> starts) {
-    const auto n = std::int64_t(starts.size());
-    const Tensor t = empty(DType::i64, {n});
-    copy_to_device(Device::cuda, t.data, starts.data(), t.bytes());
-    return {starts, t};
+  // The same documents with their lists on the device too; the spans must outlive their users.
+  ops::Documents documents(std::span<const std::int64_t> starts) { return documents(ops::Documents{starts}); }
+  ops::Documents documents(ops::Documents d) {
+    const auto put = [&](const void* list, Shape shape) {
+      const Tensor t = empty(DType::i64, shape);
+      copy_to_device(Device::cuda, t.data, list, t.bytes());
+      return t;
+    };
+    d.on_device = put(d.starts.data(), {d.count() + 1});
+    if (!d.whole()) d.pieces_on_device = put(d.pieces.data(), {d.count(), 4});
+    return d;
   }
   // The tensor's elements in a tensor of the host bench; waits for all work queued on the default stream.
   Tensor to_host(Bench& bench, ConstTensor device) const {
