@@ -40,6 +40,17 @@ inline void check_attention(ConstTensor q, ConstTensor kv, ConstTensor k_extra, 
   check(lse.dtype == real_of(type), "attention: lse is not real", {{"q", int(type)}, {"lse", int(lse.dtype)}});
 }
 
+// What rows of queries or of keys see of the other, on CUDA: columns [low, high) by row, and by 64 rows those that some see and
+// those that all see; rows rounded up to 128.
+struct AttentionSight {
+  std::int64_t count = 0;  // rows
+  Tensor rows, tiles;      // (rounded, 2) and (rounded / 64, 4) i32
+};
+inline AttentionSight take_attention_sight(Context& ctx, std::int64_t count) {
+  const std::int64_t pairs = (count + 127) / 128;  // of tiles
+  return {count, ctx.scratch.take(DType::i32, {128 * pairs, 2}), ctx.scratch.take(DType::i32, {2 * pairs, 4})};
+}
+
 struct AttentionForward {
   ConstTensor q;        // (T, N, Hn + He)
   ConstTensor kv;       // (keys, N, Hn + Hv), per head key then value
@@ -51,10 +62,9 @@ struct AttentionForward {
   Tensor probability;  // (T, W) real, mean over heads of what t gives to position (start of its document + column), W >= longest
                        // document, columns past t are 0; absent: not wanted
   static constexpr bool dry_on_cpu = true;  // ops/context.h
-  // On CUDA: begin and end of each row's document, (T, 2) i32.
-  Tensor take_scratch(Context& ctx) const {
+  AttentionSight take_scratch(Context& ctx) const {  // of queries
     if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
-    return ctx.scratch.take(DType::i32, {q.shape[0], 2});
+    return take_attention_sight(ctx, q.shape[0]);
   }
   void check_shapes() const {
     check_attention(q, kv, k_extra, o, lse, documents);
@@ -84,20 +94,21 @@ struct AttentionBackward {
   // On CUDA a block of keys takes a group of heads one after another and sums their dk_extra: few parts, yet blocks enough.
   std::int64_t heads_a_group() const {
     constexpr std::int64_t kKeys = 128, kBlocks = 2048;
-    return std::clamp((q.shape[0] + kKeys - 1) / kKeys * q.shape[1] / kBlocks, std::int64_t(1), q.shape[1]);
+    return std::clamp((kv.shape[0] + kKeys - 1) / kKeys * q.shape[1] / kBlocks, std::int64_t(1), q.shape[1]);
   }
   struct Scratch {
-    Tensor documents;    // (T, 2) i32, begin and end of each row's document
+    AttentionSight of_queries, of_keys;
     Tensor lse, delta;   // (N, T rounded up to a block) f32
-    Tensor extra_parts;  // (groups of heads, T, He) f32
+    Tensor extra_parts;  // (groups of heads, keys, He) f32
   };
   Scratch take_scratch(Context& ctx) const {
     if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
     constexpr std::int64_t kRows = 128;
-    const std::int64_t T = q.shape[0], N = q.shape[1], columns = (T + kRows - 1) / kRows * kRows, heads = heads_a_group();
+    const std::int64_t T = q.shape[0], N = q.shape[1], keys = kv.shape[0], columns = (T + kRows - 1) / kRows * kRows;
+    const std::int64_t heads = heads_a_group();
     const auto take = [&](Shape shape) { return ctx.scratch.take(DType::f32, shape); };
-    return {ctx.scratch.take(DType::i32, {T, 2}), take({N, columns}), take({N, columns}),
-            take({(N + heads - 1) / heads, T, k_extra.shape[1]})};
+    return {take_attention_sight(ctx, T), take_attention_sight(ctx, keys), take({N, columns}), take({N, columns}),
+            take({(N + heads - 1) / heads, keys, k_extra.shape[1]})};
   }
   void check_shapes() const {
     check_attention(q, kv, k_extra, o, lse, documents);
@@ -125,16 +136,18 @@ void attention(Context&, const AttentionBackward&);
 }  // namespace cuda
 
 inline void attention(Context& ctx, const AttentionForward& a) {
-  dispatch(ctx, "attention forward", a, [&] { cpu::attention(ctx, a); }, [&] {
-    a.documents.check_whole_on_device();
-    if constexpr (kHasCuda) cuda::attention(ctx, a);
-  });
+  dispatch(
+      ctx, "attention forward", a, [&] { cpu::attention(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::attention(ctx, a);
+      });
 }
 inline void attention(Context& ctx, const AttentionBackward& a) {
-  dispatch(ctx, "attention backward", a, [&] { cpu::attention(ctx, a); }, [&] {
-    a.documents.check_whole_on_device();
-    if constexpr (kHasCuda) cuda::attention(ctx, a);
-  });
+  dispatch(
+      ctx, "attention backward", a, [&] { cpu::attention(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::attention(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

@@ -85,7 +85,7 @@ struct IndexerLoss {
   Tensor dweights;                          // (T, J) real, gradient of the scaled weights
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   bool on_tensor_cores() const {            // of a CUDA device
-    return q.dtype == DType::bf16 && q.shape[1] <= 64 && q.shape[2] == 128 && q.shape[0] <= cuda::kMostListedKeys;
+    return q.dtype == DType::bf16 && q.shape[1] <= 64 && q.shape[2] == 128 && k.shape[0] <= cuda::kMostListedKeys;
   }
   // Of the CUDA backend, which holds some query rows at a time: the products of their pairs, or the gradients of these. Blocks at
   // once, four a multiprocessor of an H200; scores of a row that a block on tensor cores holds itself.
@@ -93,18 +93,19 @@ struct IndexerLoss {
   struct Scratch {
     Tensor row_loss;                              // (T)
     Tensor scores;                                // (rows or blocks, W)
-    Tensor u, slots;                              // (rows, J, W) and (T, rows)
+    Tensor u, slots;                              // (rows, J, W) and (keys, rows)
     Tensor pairs;                                 // on tensor cores: (rows, W, 64) bf16, and
     Tensor listed, counts, sets, starts, target;  // the positions of each row, and their target
-    Tensor dk;                                    // (T, H), on tensor cores (parts, T, H)
+    Tensor dk;                                    // (keys, H), on tensor cores (parts, keys, H)
   };
   Scratch take_scratch(Context& ctx) const {
     if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
     constexpr std::int64_t kBytes = std::int64_t(256) << 20, f32 = 4, i32 = 4, kSMs = 132;
-    const std::int64_t T = q.shape[0], J = q.shape[1], H = q.shape[2], W = target.shape[1], keys = dq.present() ? T : 0;
+    const std::int64_t T = q.shape[0], J = q.shape[1], H = q.shape[2], W = target.shape[1], all = k.shape[0];
+    const std::int64_t keys = dq.present() ? all : 0;  // that get a gradient
     const bool tiles = on_tensor_cores();
     constexpr std::int64_t kHeads = 64;  // of a pair
-    const std::int64_t a_row = tiles ? W * (2 * kHeads + 3 * f32) : J * W * f32 + T * i32;
+    const std::int64_t a_row = tiles ? W * (2 * kHeads + 3 * f32) : J * W * f32 + all * i32;
     const std::int64_t fit = std::clamp<std::int64_t>(kBytes / std::max<std::int64_t>(a_row, 1), 1, std::max<std::int64_t>(T, 1));
     if (!tiles)
       return {.row_loss = ctx.scratch.take(DType::f32, {T}),
@@ -118,10 +119,10 @@ struct IndexerLoss {
             .pairs = ctx.scratch.take(DType::bf16, {dq.present() ? rows : 0, W, kHeads}),
             .listed = ctx.scratch.take(DType::i32, {rows, W}),
             .counts = ctx.scratch.take(DType::i32, {rows}),
-            .sets = ctx.scratch.take(DType::i32, {rows, cuda::key_words(T)}),
-            .starts = ctx.scratch.take(DType::i32, {rows, cuda::key_words(T) + 1}),
+            .sets = ctx.scratch.take(DType::i32, {rows, cuda::key_words(all)}),
+            .starts = ctx.scratch.take(DType::i32, {rows, cuda::key_words(all) + 1}),
             .target = ctx.scratch.take(DType::f32, {indices.present() ? rows : 0, W}),
-            .dk = ctx.scratch.take(DType::f32, {cuda::key_parts(T, H / 64), keys, H})};
+            .dk = ctx.scratch.take(DType::f32, {cuda::key_parts(all, H / 64), keys, H})};
   }
   void check_shapes() const {
     check(q.shape.rank() == 3 && target.shape.rank() == 2, "indexer_loss: q, target are not of rank 3, 2",
@@ -172,7 +173,6 @@ inline void indexer_select(Context& ctx, const IndexerSelect& a) {
   dispatch(
       ctx, "indexer_select forward", a, [&] { cpu::indexer_select(ctx, a); },
       [&] {
-        a.documents.check_whole_on_device();
         if constexpr (kHasCuda) cuda::indexer_select(ctx, a);
       });
 }
@@ -180,7 +180,6 @@ inline void indexer_loss(Context& ctx, const IndexerLoss& a) {
   dispatch(
       ctx, "indexer_loss forward", a, [&] { cpu::indexer_loss(ctx, a); },
       [&] {
-        a.documents.check_whole_on_device();
         if constexpr (kHasCuda) cuda::indexer_loss(ctx, a);
       });
 }

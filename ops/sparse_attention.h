@@ -61,7 +61,7 @@ void check_sparse_attention_inputs(const Args& a) {
 template <class Args>
 bool sparse_attention_in_tiles(const Args& a) {
   return a.q.dtype == DType::bf16 && a.latent.shape[1] == 512 && a.k_extra.shape[1] == 64 && a.q.shape[2] % 8 == 0 &&
-         a.q.shape[0] <= cuda::kMostListedKeys;
+         a.latent.shape[0] <= cuda::kMostListedKeys;
 }
 
 struct SparseAttentionForward {
@@ -108,30 +108,31 @@ struct SparseAttentionBackward {
   // Of the CUDA backend, which holds some rows of queries at a time: the probabilities and the gradients of scores of their pairs.
   struct Scratch {
     Tensor p, dz;                         // (rows, N, K)
-    Tensor slots;                         // (T, rows)
+    Tensor slots;                         // (keys, rows)
     Tensor pairs;                         // on tensor cores: (rows, K, 128) bf16, of 64 heads, and
     Tensor listed, counts, sets, starts;  // the positions of each row in order
-    Tensor sums;                          // (T, C + He), on tensor cores (parts, T, C + He)
+    Tensor sums;                          // (keys, C + He), on tensor cores (parts, keys, C + He)
   };
   Scratch take_scratch(Context& ctx) const {
     if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
     constexpr std::int64_t kBytes = std::int64_t(288) << 20, f32 = 4, i32 = 4, kPair = 128, kSMs = 132, kMostRows = 8 * kSMs;
-    const std::int64_t T = q.shape[0], N = q.shape[1], K = indices.shape[1], width = latent.shape[1] + k_extra.shape[1];
+    const std::int64_t T = q.shape[0], N = q.shape[1], K = indices.shape[1], keys = latent.shape[0];
+    const std::int64_t width = latent.shape[1] + k_extra.shape[1];
     const bool tiles = sparse_attention_in_tiles(*this);
-    const std::int64_t a_row = tiles ? K * (2 * kPair + i32) : 2 * N * K * f32 + T * i32;
+    const std::int64_t a_row = tiles ? K * (2 * kPair + i32) : 2 * N * K * f32 + keys * i32;
     const std::int64_t fit = std::clamp<std::int64_t>(kBytes / std::max<std::int64_t>(a_row, 1), 1, std::max<std::int64_t>(T, 1));
     if (!tiles)
       return {.p = ctx.scratch.take(DType::f32, {fit, N, K}),
               .dz = ctx.scratch.take(DType::f32, {fit, N, K}),
-              .slots = ctx.scratch.take(DType::i32, {T, fit}),
-              .sums = ctx.scratch.take(DType::f32, {T, width})};
+              .slots = ctx.scratch.take(DType::i32, {keys, fit}),
+              .sums = ctx.scratch.take(DType::f32, {keys, width})};
     const std::int64_t rows = fit < kSMs ? fit : std::min(fit / kSMs * kSMs, kMostRows);  // a multiprocessor a row, all of them
     return {.pairs = ctx.scratch.take(DType::bf16, {rows, K, kPair}),
             .listed = ctx.scratch.take(DType::i32, {rows, K}),
             .counts = ctx.scratch.take(DType::i32, {rows}),
-            .sets = ctx.scratch.take(DType::i32, {rows, cuda::key_words(T)}),
-            .starts = ctx.scratch.take(DType::i32, {rows, cuda::key_words(T) + 1}),
-            .sums = ctx.scratch.take(DType::f32, {cuda::key_parts(T, width / 64), T, width})};
+            .sets = ctx.scratch.take(DType::i32, {rows, cuda::key_words(keys)}),
+            .starts = ctx.scratch.take(DType::i32, {rows, cuda::key_words(keys) + 1}),
+            .sums = ctx.scratch.take(DType::f32, {cuda::key_parts(keys, width / 64), keys, width})};
   }
   void check_shapes() const {
     check_sparse_attention_inputs(*this);
@@ -165,8 +166,6 @@ inline void sparse_attention(Context& ctx, const SparseAttentionForward& a) {
   dispatch(
       ctx, "sparse_attention forward", a, [&] { cpu::sparse_attention(ctx, a); },
       [&] {
-        check(a.latent.shape[0] == a.q.shape[0], "sparse_attention: on CUDA keys are as many as queries",
-              {{"keys", a.latent.shape[0]}, {"T", a.q.shape[0]}});
         if constexpr (kHasCuda) cuda::sparse_attention(ctx, a);
       });
 }
@@ -174,8 +173,6 @@ inline void sparse_attention(Context& ctx, const SparseAttentionBackward& a) {
   dispatch(
       ctx, "sparse_attention backward", a, [&] { cpu::sparse_attention(ctx, a); },
       [&] {
-        check(a.latent.shape[0] == a.q.shape[0], "sparse_attention: on CUDA keys are as many as queries",
-              {{"keys", a.latent.shape[0]}, {"T", a.q.shape[0]}});
         if constexpr (kHasCuda) cuda::sparse_attention(ctx, a);
       });
 }

@@ -2,7 +2,11 @@
 // chunk of 64 of the width at a time, outputs gathered in shared memory. What tensor cores like best is in attention_forward.cu
 // and attention_backward.cu.
 #include "ops/cuda/attention.cuh"
+
+#include <climits>
+
 #include "ops/cuda/attention_products.cuh"
+#include "ops/cuda/document_list.cuh"
 #include "ops/cuda/storage.cuh"
 
 namespace moetrain::ops {
@@ -18,7 +22,7 @@ template <class X>
 struct Part {
   X* at;
   std::int64_t head, row;
-  int width;
+  int width, count;  // columns and rows
   __device__ X* rows(int n, int t) const { return at + n * head + t * row; }
 };
 // What a position brings to a score (nope and extra) and to the other product (the value, or the gradient of the output).
@@ -29,8 +33,8 @@ struct Side {
 template <class X>
 struct Problem {
   Side<const X> queries, keys;
-  const int2* documents;
-  int T, N;
+  Sight of_queries, of_keys;
+  int N;
   float scale;
   bool in_packs;  // may rows be loaded in packs of 16 bytes?
 };
@@ -122,8 +126,8 @@ __device__ void add_dots(Fragment& c, Tiles<X>& tiles, const Problem<X>& p, int 
                          const Part<const X>& b, int first_b) {
   for (int w = 0; w < a.width; w += kTile) {
     __syncthreads();  // waits for the readers of the tiles' last contents
-    stage<X>(tiles.a, a.rows(n, first_a) + w, a.row, p.T - first_a, a.width - w, p.in_packs);
-    stage<X>(tiles.b, b.rows(n, first_b) + w, b.row, p.T - first_b, b.width - w, p.in_packs);
+    stage<X>(tiles.a, a.rows(n, first_a) + w, a.row, a.count - first_a, a.width - w, p.in_packs);
+    stage<X>(tiles.b, b.rows(n, first_b) + w, b.row, b.count - first_b, b.width - w, p.in_packs);
     staged();
     multiply<true>(c, tiles.a, tiles.b);
   }
@@ -139,7 +143,7 @@ __device__ void add_weighted(float* sums, Tiles<X>& tiles, const Problem<X>& p, 
                              float keep_low, float keep_high) {
   for (int w = 0; w < part.width; w += kTile, sums += kChunkSums) {
     __syncthreads();  // waits for the readers of the tile's last contents
-    stage<X>(tiles.b, part.rows(n, first) + w, part.row, p.T - first, part.width - w, p.in_packs);
+    stage<X>(tiles.b, part.rows(n, first) + w, part.row, part.count - first, part.width - w, p.in_packs);
     staged();
     Fragment c;
     for (int j = 0; j < kTileSums; ++j)
@@ -161,12 +165,12 @@ __device__ void clear(float* sums, int count) {
 
 // Rows of a tile, scaled, to `to`, whose row t of head n begins at to.rows(n, t).
 template <class X>
-__device__ void write(const float* sums, const Part<X>& to, int n, int first, int T, float low, float high) {
+__device__ void write(const float* sums, const Part<X>& to, int n, int first, float low, float high) {
   for (int w = 0; w < to.width; w += kTile, sums += kChunkSums)
     for (int j = 0; j < kTileSums; ++j)
       for (int i = 0; i < 4; ++i) {
         const int column = w + column_of(j, i);
-        if (first + row_of(i) < T && column < to.width)
+        if (first + row_of(i) < to.count && column < to.width)
           to.rows(n, first + row_of(i))[column] = from_float<X>(sums[(4 * j + i) * kThreads] * (i < 2 ? low : high));
       }
 }
@@ -178,13 +182,13 @@ __global__ void __launch_bounds__(kThreads) attention_forward_kernel(Problem<X> 
   auto& tiles = *reinterpret_cast<Tiles<X>*>(shared);
   float* const sums = reinterpret_cast<float*>(shared + sizeof(Tiles<X>)) + threadIdx.x;
   const int n = int(blockIdx.y);
-  const int first = int(gridDim.x - 1 - blockIdx.x) * kTile, last = min(first + kTile, p.T) - 1;
-  const Seen seen[2] = {columns_of<false>(p.documents, first + row_of(0), p.T),
-                        columns_of<false>(p.documents, first + row_of(2), p.T)};
+  const int tile = int(gridDim.x - 1 - blockIdx.x), first = tile * kTile;
+  const Seen any = p.of_queries.tiles[tile].any;
+  const Seen seen[2] = {p.of_queries.rows[first + row_of(0)], p.of_queries.rows[first + row_of(2)]};
   const float to_log2 = p.scale * kLog2E;
   float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
   clear(sums, chunks(o.width));
-  for (int column = p.documents[first].x / kTile * kTile; column <= last; column += kTile) {
+  for (int column = any.low / kTile * kTile; column < any.high; column += kTile) {
     Fragment z = {};
     add_dots(z, tiles, p, n, p.queries.nope, first, p.keys.nope, column);
     add_dots(z, tiles, p, n, p.queries.extra, first, p.keys.extra, column);
@@ -211,20 +215,20 @@ __global__ void __launch_bounds__(kThreads) attention_forward_kernel(Problem<X> 
   for (int row = 0; row < 2; ++row) {
     sum[row] = quad_sum(sum[row]);
     const std::int64_t t = first + row_of(2 * row);
-    if (lane() % 4 == 0 && t < p.T) lse[t * p.N + n] = (top[row] + log2f(sum[row])) / kLog2E;
+    if (lane() % 4 == 0 && t < o.count) lse[t * p.N + n] = (top[row] + log2f(sum[row])) / kLog2E;
   }
-  write(sums, o, n, first, p.T, 1 / sum[0], 1 / sum[1]);
+  write(sums, o, n, first, 1 / sum[0], 1 / sum[1]);
 }
 
 // Where backward writes: the gradients of the rows' side. Keys' extra is shared, so that its sums over a group of heads go to
-// parts (groups, T, He).
+// parts (groups, keys, He).
 template <class X>
 struct Gradients {
   Part<X> nope, extra, value;
   Part<float> extra_parts;
 };
 
-// grid (ceil(T / 64), ceil(N / heads)), block kThreads: a tile of rows, of keys or of queries, against the columns that it sees,
+// grid (ceil(rows / 64), ceil(N / heads)), block kThreads: a tile of rows, of keys or of queries, against the columns that it sees,
 // head by head. lse in log2 and delta are (N, stride).
 template <class X, bool kRowsAreKeys>
 __global__ void __launch_bounds__(kThreads)
@@ -233,21 +237,19 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ __align__(16) unsigned char shared[];
   auto& tiles = *reinterpret_cast<Tiles<X>*>(shared);
   const Side<const X>&rows = kRowsAreKeys ? p.keys : p.queries, &columns = kRowsAreKeys ? p.queries : p.keys;
+  const Sight& sight = kRowsAreKeys ? p.of_keys : p.of_queries;
   float* const extra_sums = reinterpret_cast<float*>(shared + sizeof(Tiles<X>)) + threadIdx.x;
   float* const nope_sums = extra_sums + chunks(rows.extra.width) * kChunkSums;
   float* const value_sums = nope_sums + chunks(rows.nope.width) * kChunkSums;  // of keys only
-  const int first = int(kRowsAreKeys ? blockIdx.x : gridDim.x - 1 - blockIdx.x) * kTile;
-  const int last = min(first + kTile, p.T) - 1;
-  const int begin = kRowsAreKeys ? first : p.documents[first].x / kTile * kTile;
-  const int end = kRowsAreKeys ? p.documents[last].y : last + 1;
-  const Seen seen[2] = {columns_of<kRowsAreKeys>(p.documents, first + row_of(0), p.T),
-                        columns_of<kRowsAreKeys>(p.documents, first + row_of(2), p.T)};
+  const int tile = int(kRowsAreKeys ? blockIdx.x : gridDim.x - 1 - blockIdx.x), first = tile * kTile;
+  const Seen any = sight.tiles[tile].any;
+  const Seen seen[2] = {sight.rows[first + row_of(0)], sight.rows[first + row_of(2)]};
   const float to_log2 = p.scale * kLog2E;
   clear(extra_sums, chunks(rows.extra.width));
   for (int n = int(blockIdx.y) * heads; n < min(int(blockIdx.y + 1) * heads, p.N); ++n) {
     clear(nope_sums, chunks(rows.nope.width) + (kRowsAreKeys ? chunks(rows.value.width) : 0));
     if (!kRowsAreKeys) clear(extra_sums, chunks(rows.extra.width));
-    for (int column = begin; column < end; column += kTile) {
+    for (int column = any.low / kTile * kTile; column < any.high; column += kTile) {
       Fragment z = {}, dz = {};
       add_dots(z, tiles, p, n, rows.nope, first, columns.nope, column);
       add_dots(z, tiles, p, n, rows.extra, first, columns.extra, column);
@@ -268,24 +270,29 @@ __global__ void __launch_bounds__(kThreads)
       add_weighted(nope_sums, tiles, p, n, columns.nope, column, 1, 1);
       add_weighted(extra_sums, tiles, p, n, columns.extra, column, 1, 1);
     }
-    write(nope_sums, to.nope, n, first, p.T, p.scale, p.scale);
+    write(nope_sums, to.nope, n, first, p.scale, p.scale);
     if constexpr (kRowsAreKeys)
-      write(value_sums, to.value, n, first, p.T, 1, 1);
+      write(value_sums, to.value, n, first, 1, 1);
     else
-      write(extra_sums, to.extra, n, first, p.T, p.scale, p.scale);
+      write(extra_sums, to.extra, n, first, p.scale, p.scale);
   }
-  if constexpr (kRowsAreKeys) write(extra_sums, to.extra_parts, int(blockIdx.y), first, p.T, p.scale, p.scale);
+  if constexpr (kRowsAreKeys) write(extra_sums, to.extra_parts, int(blockIdx.y), first, p.scale, p.scale);
 }
 
-// grid (ceil(T / 64), ceil(longest / 64) + 1), block kThreads: a tile of queries against the tile of keys that is blockIdx.y
-// tiles before it, head by head; probability (T, W) is 0 before
+// grid (ceil(T / 64), tiles of keys), block kThreads: a tile of queries against the tile of keys that is blockIdx.y tiles before
+// the last that it sees, head by head; probability (T, W) is 0 before
 template <class X>
 __global__ void __launch_bounds__(kThreads)
     attention_probability_kernel(Problem<X> p, const float* __restrict__ lse, float* __restrict__ probability, std::int64_t W) {
   extern __shared__ __align__(16) unsigned char shared[];
   auto& tiles = *reinterpret_cast<Tiles<X>*>(shared);
-  const int first = int(blockIdx.x) * kTile, column = first - int(blockIdx.y) * kTile;
-  if (column < 0 || column + kTile <= p.documents[first].x) return;
+  const Seen any = p.of_queries.tiles[blockIdx.x].any;
+  const int first = int(blockIdx.x) * kTile, column = (any.high - 1) / kTile * kTile - int(blockIdx.y) * kTile;
+  if (column < 0 || column + kTile <= any.low) return;
+  const Seen seen[2] = {p.of_queries.rows[first + row_of(0)], p.of_queries.rows[first + row_of(2)]};
+  bool some = false;
+  for (const Seen& s : seen) some |= s.low < column + kTile && column < s.high;
+  if (!__syncthreads_or(some)) return;  // between the keys of two documents
   Fragment mean = {};
   for (int n = 0; n < p.N; ++n) {
     Fragment z = {};
@@ -293,7 +300,7 @@ __global__ void __launch_bounds__(kThreads)
     add_dots(z, tiles, p, n, p.queries.extra, first, p.keys.extra, column);
     for (int row = 0; row < 2; ++row) {
       const std::int64_t t = first + row_of(2 * row);
-      if (t >= p.T) continue;
+      if (t >= p.of_queries.count) continue;
       const float sum = lse[t * p.N + n];
       for (int j = 0; j < kTileSums; ++j)
         for (int i = 2 * row; i < 2 * row + 2; ++i) mean.at[j][i] += expf(z.at[j][i] * p.scale - sum);
@@ -301,23 +308,48 @@ __global__ void __launch_bounds__(kThreads)
   }
   for (int j = 0; j < kTileSums; ++j)
     for (int i = 0; i < 4; ++i) {
-      const int t = first + row_of(i), s = column + column_of(j, i);
-      const Seen seen = columns_of<false>(p.documents, t, p.T);
-      if (seen.low <= s && s < seen.high) probability[std::int64_t(t) * W + s - seen.low] = mean.at[j][i] / float(p.N);
+      const int s = column + column_of(j, i);
+      const auto [low, high] = seen[i / 2];
+      if (low <= s && s < high) probability[std::int64_t(first + row_of(i)) * W + s - low] = mean.at[j][i] / float(p.N);
     }
 }
 
-// grid (ceil(T / 256)), block (256): the document n of row t has starts[n] <= t < starts[n + 1]
-__global__ void attention_documents_kernel(const std::int64_t* __restrict__ starts, std::int64_t count, int2* __restrict__ of_rows,
-                                           std::int64_t T) {
-  const std::int64_t t = std::int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (t >= T) return;
-  std::int64_t low = 0, high = count;  // starts[low] <= t < starts[high]
-  while (high - low > 1) {
-    const std::int64_t middle = (low + high) / 2;
-    (starts[middle] <= t ? low : high) = middle;
+constexpr int kSightThreads = 256, kSightBlocks = 16;
+
+// grid (documents, up to kSightBlocks), block (kSightThreads): what the queries of a document here see, and what its keys see; keys
+// may be absent
+__global__ void attention_sight_kernel(const DocumentList documents, Seen* __restrict__ of_queries, Seen* __restrict__ of_keys) {
+  const std::int64_t n = blockIdx.x, begin = documents.starts[n], end = documents.starts[n + 1];
+  if (begin == end) return;
+  const std::int64_t before = documents.before(n), first = documents.first_key(n);
+  for (std::int64_t i = std::int64_t(blockIdx.y) * kSightThreads + threadIdx.x; i < before + end - begin;
+       i += std::int64_t(gridDim.y) * kSightThreads) {
+    const std::int64_t t = begin + i - before;  // the document's position i, if it is here
+    if (t >= begin) of_queries[t] = {int(first), int(first + i + 1)};
+    if (of_keys) of_keys[first + i] = {int(max(t, begin)), int(end)};
   }
-  of_rows[t] = {int(starts[low]), int(starts[high])};
+}
+
+constexpr int kSightTiles = 8;
+
+// grid (ceil(tiles / kSightTiles), sides), block (32, kSightTiles): a warp takes a tile of queries, or of keys
+__global__ void attention_sight_tiles_kernel(const Sight of_queries, const Sight of_keys) {
+  const Sight sight = blockIdx.y == 0 ? of_queries : of_keys;
+  const int tile = int(blockIdx.x) * kSightTiles + int(threadIdx.y), first = tile * kSeenTile;
+  if (first >= (sight.count + 2 * kSeenTile - 1) / (2 * kSeenTile) * (2 * kSeenTile)) return;
+  Seen any = {INT_MAX, 0}, all = {INT_MIN, INT_MAX};
+  for (int row = first + int(threadIdx.x); row < first + kSeenTile; row += kWarp) {
+    if (row >= sight.count) {
+      sight.rows[row] = {0, 0};
+      continue;
+    }
+    const Seen seen = sight.rows[row];
+    if (seen.low < seen.high) any = {min(any.low, seen.low), max(any.high, seen.high)};
+    all = {max(all.low, seen.low), min(all.high, seen.high)};
+  }
+  any = {__reduce_min_sync(0xffffffffU, any.low), __reduce_max_sync(0xffffffffU, any.high)};
+  all = {__reduce_max_sync(0xffffffffU, all.low), __reduce_min_sync(0xffffffffU, all.high)};
+  if (threadIdx.x == 0) sight.tiles[tile] = {any, all};
 }
 
 constexpr int kStatisticsRows = 8;
@@ -354,16 +386,19 @@ __global__ void attention_extra_kernel(const float* __restrict__ parts, X* __res
 }
 
 template <class S, class Args>
-auto problem(const Args& a, ConstTensor documents) {
+auto problem(const Args& a, const AttentionSight& of_queries, const AttentionSight& of_keys = {}) {
   using X = device_t<S>;
-  const std::int64_t T = a.q.shape[0], N = a.q.shape[1], He = a.k_extra.shape[1], Hq = a.q.shape[2], Hn = Hq - He;
+  const std::int64_t N = a.q.shape[1], He = a.k_extra.shape[1], Hq = a.q.shape[2], Hn = Hq - He;
   const std::int64_t Hkv = a.kv.shape[2], Hv = Hkv - Hn;
+  const int T = int(a.q.shape[0]), keys = int(a.kv.shape[0]);
   const X *q = device_pointer<S>(a.q), *kv = device_pointer<S>(a.kv);
   Problem<X> p = {
-      .queries = {{q, Hq, N * Hq, int(Hn)}, {q + Hn, Hq, N * Hq, int(He)}, {}},
-      .keys = {{kv, Hkv, N * Hkv, int(Hn)}, {device_pointer<S>(a.k_extra), 0, He, int(He)}, {kv + Hn, Hkv, N * Hkv, int(Hv)}},
-      .documents = reinterpret_cast<const int2*>(documents.data),
-      .T = int(T),
+      .queries = {{q, Hq, N * Hq, int(Hn), T}, {q + Hn, Hq, N * Hq, int(He), T}, {}},
+      .keys = {{kv, Hkv, N * Hkv, int(Hn), keys},
+               {device_pointer<S>(a.k_extra), 0, He, int(He), keys},
+               {kv + Hn, Hkv, N * Hkv, int(Hv), keys}},
+      .of_queries = Sight(of_queries),
+      .of_keys = Sight(of_keys),
       .N = int(N),
       .scale = float(a.scale)};
   constexpr int kPack = 16 / sizeof(X);
@@ -380,53 +415,62 @@ std::size_t shared_bytes(std::int64_t sums) {
 }
 
 template <class S>
-void forward(Context& ctx, const AttentionForward& a, ConstTensor documents) {
+void forward(Context& ctx, const AttentionForward& a, const AttentionSight& of_queries) {
   using X = device_t<S>;
   const std::int64_t T = a.q.shape[0], N = a.q.shape[1], Hv = a.o.shape[2];
-  const auto p = problem<S>(a, documents);
+  const auto p = problem<S>(a, of_queries);
   float* const lse = a.lse.as<float>();
   if (wgmma_takes(a))
-    attention_wgmma(ctx, a, documents);
+    attention_wgmma(ctx, a, of_queries);
   else
     launch(ctx, attention_forward_kernel<X>, {dim3(blocks(T, kTile), unsigned(N)), kThreads, shared_bytes<X>(chunks(int(Hv)))}, p,
-           Part<X>{device_pointer<S>(a.o), Hv, N * Hv, int(Hv)}, lse);
+           Part<X>{device_pointer<S>(a.o), Hv, N * Hv, int(Hv), int(T)}, lse);
   if (!a.probability.present()) return;
   cuda_ok(cudaMemsetAsync(a.probability.data, 0, std::size_t(a.probability.bytes()), ctx.stream));
-  launch(ctx, attention_probability_kernel<X>,
-         {dim3(blocks(T, kTile), blocks(a.documents.longest(), kTile) + 1), kThreads, shared_bytes<X>(0)}, p, lse,
+  // whole documents follow one another, between pieces keys may lie that nothing here sees
+  const unsigned int tiles = a.documents.whole() ? blocks(a.documents.longest(), kTile) + 1 : blocks(a.kv.shape[0], kTile);
+  launch(ctx, attention_probability_kernel<X>, {dim3(blocks(T, kTile), tiles), kThreads, shared_bytes<X>(0)}, p, lse,
          a.probability.as<float>(), a.probability.shape[1]);
 }
 
 template <class S>
 void backward(Context& ctx, const AttentionBackward& a, const AttentionBackward::Scratch& scratch) {
   using X = device_t<S>;
-  const std::int64_t T = a.q.shape[0], N = a.q.shape[1], He = a.k_extra.shape[1], Hq = a.q.shape[2], Hn = Hq - He;
+  const std::int64_t N = a.q.shape[1], He = a.k_extra.shape[1], Hq = a.q.shape[2], Hn = Hq - He;
   const std::int64_t Hkv = a.kv.shape[2], Hv = Hkv - Hn, groups = scratch.extra_parts.shape[0], heads = a.heads_a_group();
-  auto p = problem<S>(a, scratch.documents);
-  p.queries.value = {device_pointer<S>(a.do_), Hv, N * Hv, int(Hv)};
+  const int T = int(a.q.shape[0]), keys = int(a.kv.shape[0]);
+  auto p = problem<S>(a, scratch.of_queries, scratch.of_keys);
+  p.queries.value = {device_pointer<S>(a.do_), Hv, N * Hv, int(Hv), T};
   p.in_packs = p.in_packs && in_packs<16 / int(sizeof(X))>(Hv, {a.do_});
   X *dq = device_pointer<S>(a.dq), *dkv = device_pointer<S>(a.dkv);
-  const Gradients<X> of_queries = {.nope = {dq, Hq, N * Hq, int(Hn)}, .extra = {dq + Hn, Hq, N * Hq, int(He)}};
-  const Gradients<X> of_keys = {.nope = {dkv, Hkv, N * Hkv, int(Hn)},
-                                .value = {dkv + Hn, Hkv, N * Hkv, int(Hv)},
-                                .extra_parts = {scratch.extra_parts.as<float>(), T * He, He, int(He)}};
+  const Gradients<X> of_queries = {.nope = {dq, Hq, N * Hq, int(Hn), T}, .extra = {dq + Hn, Hq, N * Hq, int(He), T}};
+  const Gradients<X> of_keys = {.nope = {dkv, Hkv, N * Hkv, int(Hn), keys},
+                                .value = {dkv + Hn, Hkv, N * Hkv, int(Hv), keys},
+                                .extra_parts = {scratch.extra_parts.as<float>(), keys * He, He, int(He), keys}};
   const float *lse = scratch.lse.as<float>(), *delta = scratch.delta.as<float>();
   const std::int64_t stride = scratch.lse.shape[1], sums = chunks(int(Hn)) + chunks(int(He));
   launch(ctx, attention_backward_kernel<X, false>, {dim3(blocks(T, kTile), unsigned(N)), kThreads, shared_bytes<X>(sums)}, p,
          of_queries, lse, delta, stride, 1);
   launch(ctx, attention_backward_kernel<X, true>,
-         {dim3(blocks(T, kTile), unsigned(groups)), kThreads, shared_bytes<X>(sums + chunks(int(Hv)))}, p, of_keys, lse, delta,
+         {dim3(blocks(keys, kTile), unsigned(groups)), kThreads, shared_bytes<X>(sums + chunks(int(Hv)))}, p, of_keys, lse, delta,
          stride, int(heads));
 }
 
 }  // namespace
 
-void cuda::find_documents(Context& ctx, const Documents& documents, Tensor of_rows) {
-  check(documents.on_device.present(), "attention: CUDA needs the list of documents on the device",
-        {{"documents", documents.count()}});
-  check(of_rows.shape[0] < std::int64_t(1) << 30, "attention: more positions than CUDA counts", {{"T", of_rows.shape[0]}});
-  launch(ctx, attention_documents_kernel, {blocks(of_rows.shape[0], 256), 256}, documents.on_device.as<std::int64_t>(),
-         documents.count(), static_cast<int2*>(of_rows.data), of_rows.shape[0]);
+void cuda::find_sight(Context& ctx, const Documents& documents, const AttentionSight& of_queries, const AttentionSight& of_keys) {
+  for (const auto* side : {&of_queries, &of_keys})
+    check(side->count < std::int64_t(1) << 30, "attention: more positions than CUDA counts", {{"rows", side->count}});
+  const bool both = of_keys.count > 0;
+  if (!documents.whole()) set_zero(ctx, {of_keys.rows});  // keys that no query here sees
+  const Sight queries(of_queries), keys(of_keys);
+  const unsigned int parts = std::min(blocks(documents.most_keys(), kSightThreads), unsigned(kSightBlocks));
+  launch(ctx, attention_sight_kernel, {dim3(blocks(documents.count(), 1), parts), kSightThreads}, DocumentList(documents),
+         queries.rows, keys.rows);
+  launch(ctx, attention_sight_tiles_kernel,
+         {dim3(blocks(std::max(of_queries.tiles.shape[0], of_keys.tiles.shape[0]), kSightTiles), both ? 2 : 1),
+          dim3(kWarp, kSightTiles)},
+         queries, keys);
 }
 
 void cuda::row_statistics(Context& ctx, const AttentionBackward& a, Tensor lse, Tensor delta) {
@@ -451,10 +495,10 @@ void cuda::sum_extra_parts(Context& ctx, ConstTensor parts, Tensor dk_extra) {
 void cuda::attention(Context& ctx, const AttentionForward& a) {
   with_storage(a.q.dtype, [&](auto storage) {
     Scope scope(ctx.scratch);
-    const Tensor documents = a.take_scratch(ctx);
+    const auto of_queries = a.take_scratch(ctx);
     if (a.q.shape[0] == 0) return;
-    find_documents(ctx, a.documents, documents);
-    forward<decltype(storage)>(ctx, a, documents);
+    find_sight(ctx, a.documents, of_queries);
+    forward<decltype(storage)>(ctx, a, of_queries);
   });
 }
 
@@ -462,8 +506,8 @@ void cuda::attention(Context& ctx, const AttentionBackward& a) {
   with_storage(a.q.dtype, [&](auto storage) {
     Scope scope(ctx.scratch);
     const auto scratch = a.take_scratch(ctx);
-    if (a.q.shape[0] == 0) return;
-    find_documents(ctx, a.documents, scratch.documents);
+    if (a.q.shape[0] == 0) return set_zero(ctx, {a.dkv, a.dk_extra});  // keys of other ranks' queries only
+    find_sight(ctx, a.documents, scratch.of_queries, scratch.of_keys);
     row_statistics(ctx, a, scratch.lse, scratch.delta);
     if (wgmma_takes(a))
       attention_wgmma(ctx, a, scratch);

@@ -15,11 +15,16 @@ constexpr int kStatisticsBytes = 2 * kColumns * 4,
               kStageBytes = kKeyBytes + kValueBytes + 1024;  // lse and delta of queries, padded
 constexpr int kSharedBytes = 1024 + kRowsKeyBytes + kRowsValueBytes + kStages * kStageBytes;
 
-// What backward writes: gradients of queries, or those of keys, with dk_extra summed over a group of heads (groups, T, kExtra).
+// What backward writes: gradients of queries, or those of keys, with dk_extra summed over a group of heads (groups, keys, kExtra).
 struct Gradients {
   __nv_bfloat16 *dq, *dkv;
   float* extra_parts;
 };
+
+// To `rows` rows of so many packs, `row` packs apart; by all threads.
+__device__ void write_zeros(uint4* to, std::int64_t row, int rows, int packs) {
+  for (int i = int(threadIdx.x); i < rows * packs; i += kThreads) to[i / packs * row + i % packs] = {};
+}
 
 // grid (blocks of 128 rows * ceil(N / heads)), block kThreads: rows, keys or queries, of one head after another against the columns
 // that they see. z = rows.columns^T, then dP = values.values^T; with P and dz rounded to bf16 in registers the gradient of
@@ -27,9 +32,9 @@ struct Gradients {
 // N = 32: 1375 GFLOP for keys, 1100 for queries.
 template <bool kRowsAreKeys>
 __global__ void __launch_bounds__(kThreads, 1)
-    attention_backward_wgmma_kernel(const __grid_constant__ Maps maps, const int2* __restrict__ documents,
-                                    const float* __restrict__ lse, const float* __restrict__ delta, std::int64_t stride,
-                                    Gradients to, int T, int N, float scale, int heads_a_group, int groups_a_section) {
+    attention_backward_wgmma_kernel(const __grid_constant__ Maps maps, const Sight sight, const float* __restrict__ lse,
+                                    const float* __restrict__ delta, std::int64_t stride, Gradients to, int N, float scale,
+                                    int heads_a_group, int groups_a_section) {
   constexpr int kSums = kColumns / 2, kSteps = kColumns / 16;
   extern __shared__ unsigned char shared[];
   __shared__ std::uint64_t row_barriers[2], column_barriers[2 * kStages];
@@ -37,12 +42,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   Ring<1, kRowsKeyBytes + kRowsValueBytes> rows(shared_address(base), row_barriers);
   Ring<kStages, kStageBytes> columns(rows.stages + kRowsKeyBytes + kRowsValueBytes, column_barriers);
 
-  const int row_blocks = (T + kRows - 1) / kRows, groups = (N + heads_a_group - 1) / heads_a_group;
+  const int count = sight.count, row_blocks = (count + kRows - 1) / kRows, groups = (N + heads_a_group - 1) / heads_a_group;
   const auto [of_heads, row_block] = place(row_blocks, groups, groups_a_section);
-  const int first = (kRowsAreKeys ? row_block : row_blocks - 1 - row_block) * kRows, last = min(first + kRows, T) - 1;
-  const int begin = kRowsAreKeys ? first : documents[first].x / kColumns * kColumns;
-  const int end = kRowsAreKeys ? documents[last].y : last + 1;
+  const int first = (kRowsAreKeys ? row_block : row_blocks - 1 - row_block) * kRows;
+  const Seen any = sight.any_of_pair(first);
   const int first_head = of_heads * heads_a_group, last_head = min(first_head + heads_a_group, N) - 1;
+  const int begin = any.low / kColumns * kColumns, end = any.high;
+  if (kRowsAreKeys && begin >= end) {  // no query here sees these keys
+    constexpr int kHeadPacks = (kNope + kValue) / 8, kExtraPacks = kExtra / 4;
+    const int there = min(kRows, count - first);
+    write_zeros(reinterpret_cast<uint4*>(to.dkv) + (std::int64_t(first) * N + first_head) * kHeadPacks,
+                std::int64_t(N) * kHeadPacks, there, (last_head + 1 - first_head) * kHeadPacks);
+    write_zeros(reinterpret_cast<uint4*>(to.extra_parts) + (std::int64_t(of_heads) * count + first) * kExtraPacks, kExtraPacks,
+                there, kExtraPacks);
+    return;
+  }
 
   if (threadIdx.x == 0) {
     rows.init();
@@ -81,8 +95,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t my_keys = rows.stages + group * kBoxBytes, my_values = my_keys + kRowsKeyBytes;
   const float to_log2 = scale * kLog2E;
   const int mine = first + 64 * group;
-  const int all_low = columns_of<kRowsAreKeys>(documents, min(mine + 63, T - 1), T).low,  // what all rows of the group see
-      all_high = columns_of<kRowsAreKeys>(documents, min(mine, T - 1), T).high;
+  const Seen all = sight.tiles[mine / kSeenTile].all;  // what all rows of the group see
   unsigned char* const staged = base + warp() / 2 * kRowBoxBytes + group * kBoxBytes + warp() % 2 * 4096;
   float d_key[96], d_value[kRowsAreKeys ? 64 : 1];  // d_key is [nope | extra]
 #pragma unroll
@@ -118,10 +131,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int i = 0; i < kSums; ++i)
         z[i] = power_of_2(z[i] * to_log2 - (kRowsAreKeys ? statistics[i / 4 * 8 + i % 2] : lse_of[i / 2 % 2]));
-      if (column < all_low || column + kColumns > all_high) {
+      if (column < all.low || column + kColumns > all.high) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const Seen seen = columns_of<kRowsAreKeys>(documents, first + row_of(half), T);
+          int row = first + row_of(half);
+          asm volatile("" : "+r"(row));  // what follows from it is not worth a register in the loops around
+          const Seen seen = sight.rows[row];
 #pragma unroll
           for (int j = 0; j < kColumns / 8; ++j)
 #pragma unroll
@@ -158,12 +173,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (kRowsAreKeys) {
       const std::int64_t row = std::int64_t(N) * (kNope + kValue);
       __nv_bfloat16* const dkv = to.dkv + std::int64_t(n) * (kNope + kValue);
-      write_rows<64>(d_key, scale, scale, staged, dkv, row, at, T);
-      write_rows<64>(d_value, 1, 1, staged, dkv + kNope, row, at, T);
+      write_rows<64>(d_key, scale, scale, staged, dkv, row, at, count);
+      write_rows<64>(d_value, 1, 1, staged, dkv + kNope, row, at, count);
     } else {
       const std::int64_t row = std::int64_t(N) * kKey;
-      write_rows<64>(d_key, scale, scale, staged, to.dq + std::int64_t(n) * kKey, row, at, T);
-      write_rows<32>(d_key + 64, scale, scale, staged, to.dq + std::int64_t(n) * kKey + kNope, row, at, T);
+      write_rows<64>(d_key, scale, scale, staged, to.dq + std::int64_t(n) * kKey, row, at, count);
+      write_rows<32>(d_key + 64, scale, scale, staged, to.dq + std::int64_t(n) * kKey + kNope, row, at, count);
     }
     fence_shared_writes();
     rows.release();
@@ -172,8 +187,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const std::int64_t t = first + row_of(half);
-      if (t >= T) continue;
-      float* const part = to.extra_parts + (std::int64_t(of_heads) * T + t) * kExtra + lane() % 4 * 2;
+      if (t >= count) continue;
+      float* const part = to.extra_parts + (std::int64_t(of_heads) * count + t) * kExtra + lane() % 4 * 2;
 #pragma unroll
       for (int j = 0; j < 8; ++j)
         *reinterpret_cast<float2*>(part + 8 * j) = {d_key[64 + 4 * j + 2 * half] * scale, d_key[64 + 4 * j + 2 * half + 1] * scale};
@@ -186,17 +201,16 @@ __global__ void __launch_bounds__(kThreads, 1)
 bool cuda::wgmma_takes(const AttentionBackward& a) { return takes(a, {a.do_, a.q, a.kv, a.k_extra, a.dq, a.dkv}); }
 
 void cuda::attention_wgmma(Context& ctx, const AttentionBackward& a, const AttentionBackward::Scratch& scratch) {
-  const std::int64_t T = a.q.shape[0], N = a.q.shape[1], groups = scratch.extra_parts.shape[0],
-                     row_blocks = (T + kRows - 1) / kRows;
+  const std::int64_t T = a.q.shape[0], N = a.q.shape[1], keys = a.kv.shape[0], groups = scratch.extra_parts.shape[0];
   const Maps maps = maps_of(a);
-  const auto* documents = static_cast<const int2*>(scratch.documents.data);
   const float *lse = scratch.lse.as<float>(), *delta = scratch.delta.as<float>();
   const std::int64_t stride = scratch.lse.shape[1];
   const Gradients to = {device_pointer<bf16>(a.dq), device_pointer<bf16>(a.dkv), scratch.extra_parts.as<float>()};
-  launch(ctx, attention_backward_wgmma_kernel<true>, {blocks(row_blocks * groups, 1), kThreads, kSharedBytes}, maps, documents, lse,
-         delta, stride, to, int(T), int(N), float(a.scale), int(a.heads_a_group()), heads_a_section(T, groups));
-  launch(ctx, attention_backward_wgmma_kernel<false>, {blocks(row_blocks * N, 1), kThreads, kSharedBytes}, maps, documents, lse,
-         delta, stride, to, int(T), int(N), float(a.scale), 1, heads_a_section(T, N));
+  launch(ctx, attention_backward_wgmma_kernel<true>, {blocks((keys + kRows - 1) / kRows * groups, 1), kThreads, kSharedBytes}, maps,
+         Sight(scratch.of_keys), lse, delta, stride, to, int(N), float(a.scale), int(a.heads_a_group()),
+         heads_a_section(T, groups));
+  launch(ctx, attention_backward_wgmma_kernel<false>, {blocks((T + kRows - 1) / kRows * N, 1), kThreads, kSharedBytes}, maps,
+         Sight(scratch.of_queries), lse, delta, stride, to, int(N), float(a.scale), 1, heads_a_section(keys, N));
 }
 
 }  // namespace moetrain::ops

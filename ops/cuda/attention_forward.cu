@@ -43,9 +43,8 @@ __device__ void softmax(float (&z)[64], float (&top)[2], float (&sum)[2], float 
 // diagonal down, the others have 64 queries each and take turns: one multiplies while the other is at its softmax. 687 GFLOP at
 // T = 8192, N = 32.
 __global__ void __launch_bounds__(kThreads, 1)
-    attention_forward_wgmma_kernel(const __grid_constant__ Maps maps, const int2* __restrict__ documents,
-                                   __nv_bfloat16* __restrict__ o, float* __restrict__ lse, int T, int N, float scale,
-                                   int heads_a_section) {
+    attention_forward_wgmma_kernel(const __grid_constant__ Maps maps, const Sight sight, __nv_bfloat16* __restrict__ o,
+                                   float* __restrict__ lse, int N, float scale, int heads_a_section) {
   extern __shared__ unsigned char shared[];
   __shared__ std::uint64_t queries_full, key_barriers[2 * kStages], value_barriers[2 * kStages];
   unsigned char* const staged = aligned(shared);  // queries, and o at the end
@@ -53,11 +52,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   Ring<kStages, kKeyBytes> keys(queries + kRowsKeyBytes, key_barriers);
   Ring<kStages, kValueBytes> values(keys.stages + kStages * kKeyBytes, value_barriers);
 
-  const int row_blocks = (T + kRows - 1) / kRows;
+  const int T = sight.count, row_blocks = (T + kRows - 1) / kRows;
   const auto [n, row_block] = place(row_blocks, N, heads_a_section);
   const int first = (row_blocks - 1 - row_block) * kRows;
-  const int last = min(first + kRows, T) - 1;
-  const int begin = documents[first].x / kColumns, turns = last / kColumns + 1 - begin;  // blocks of keys
+  const Seen any = sight.any_of_pair(first);
+  const int begin = any.low / kColumns, turns = (any.high - 1) / kColumns + 1 - begin;  // blocks of keys
 
   if (threadIdx.x == 0) {
     barrier_init(full, 1);
@@ -95,11 +94,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   take_registers<240>();
   const std::uint32_t my_queries = queries + group * kBoxBytes;
   const int mine = first + 64 * group;
-  const Seen seen[2] = {columns_of<false>(documents, first + row_of(0), T), columns_of<false>(documents, first + row_of(1), T)};
-  const int all_low = documents[min(mine + 63, T - 1)].x, all_high = mine + 1;  // what all rows of the group see
+  const Seen seen[2] = {sight.rows[first + row_of(0)], sight.rows[first + row_of(1)]};
+  const Seen all = sight.tiles[mine / kSeenTile].all;  // what all rows of the group see
   const auto weigh = [&](float(&z)[64], float(&top)[2], float(&sum)[2], float(&keep)[2], int turn) {
     const int column = (begin + turns - 1 - turn) * kColumns;
-    softmax(z, top, sum, keep, scale * kLog2E, column, seen, all_low <= column && column + kColumns <= all_high);
+    softmax(z, top, sum, keep, scale * kLog2E, column, seen, all.low <= column && column + kColumns <= all.high);
   };
   float z[64], sums[64], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, keep[2];
   unsigned weights[32];
@@ -154,11 +153,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 bool cuda::wgmma_takes(const AttentionForward& a) { return takes(a, {a.q, a.kv, a.k_extra, a.o}); }
 
-void cuda::attention_wgmma(Context& ctx, const AttentionForward& a, ConstTensor documents) {
+void cuda::attention_wgmma(Context& ctx, const AttentionForward& a, const AttentionSight& of_queries) {
   const std::int64_t T = a.q.shape[0], N = a.q.shape[1];
   launch(ctx, attention_forward_wgmma_kernel, {blocks((T + kRows - 1) / kRows * N, 1), kThreads, kSharedBytes}, maps_of(a),
-         static_cast<const int2*>(documents.data), device_pointer<bf16>(a.o), a.lse.as<float>(), int(T), int(N), float(a.scale),
-         heads_a_section(T, N));
+         Sight(of_queries), device_pointer<bf16>(a.o), a.lse.as<float>(), int(N), float(a.scale),
+         heads_a_section(a.kv.shape[0], N));
 }
 
 }  // namespace moetrain::ops

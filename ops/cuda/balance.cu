@@ -33,6 +33,7 @@ __device__ std::int64_t warp_sum_i64(std::int64_t x) {
 struct Groups {
   std::array<std::int64_t, AuxiliaryLoss::kGroupsTogether + 1> offset;
   int count;
+  std::array<std::int64_t, AuxiliaryLoss::kGroupsTogether> tokens;  // of each, here or on all ranks
 };
 
 // grid (parts of the slots of a group, groups), block (kThreads), shared E ints: counts[group, e] += slots of e in the group
@@ -186,8 +187,9 @@ __global__ void sign_update_kernel(const std::int64_t* __restrict__ counts, floa
   }
 }
 
-// one block (kThreads): shares of the slots an expert got; zeros when there are none
-__global__ void share_of_all_kernel(const std::int64_t* __restrict__ counts, float* __restrict__ frequency, int E) {
+// grid (rows), block (kThreads): shares of the slots of a row of counts that an expert got; zeros when there are none
+__global__ void share_of_counts_kernel(const std::int64_t* __restrict__ counts, float* __restrict__ frequency, int E) {
+  counts += std::int64_t(blockIdx.x) * E, frequency += std::int64_t(blockIdx.x) * E;
   const std::int64_t total = total_of(counts, E);
   for (int e = threadIdx.x; e < E; e += kThreads) frequency[e] = total > 0 ? float(double(counts[e]) / double(total)) : 0;
 }
@@ -217,7 +219,7 @@ __global__ void auxiliary_loss_kernel(const float* __restrict__ logits, const fl
     else
       high = middle - 1;
   }
-  scale = scale * double(E) / double(groups.offset[low + 1] - groups.offset[low]);
+  scale = scale * double(E) / double(groups.tokens[low]);
   const float* f = frequency + low * stride;
   const int lane = threadIdx.x % kWarp;
   logits += t * E;
@@ -314,22 +316,28 @@ void cuda::auxiliary_loss(Context& ctx, const AuxiliaryLoss& a) {
   const auto scratch = a.take_scratch(ctx);
   auto* counts = static_cast<Count*>(scratch.frequency.data);  // of 8 bytes each, as frequencies are on the CPU
   float* frequency = ctx.scratch.take(DType::f32, scratch.frequency.shape).as<float>();
-  const bool given = a.counts.present();
-  if (given) launch(ctx, share_of_all_kernel, {1, kThreads}, a.counts.as<std::int64_t>(), frequency, int(E));
+  const bool given = a.counts.present(), by_group = given && a.counts.shape.rank() == 2;
+  const auto share = [&](std::int64_t first, std::int64_t rows) {  // of the counts given
+    launch(ctx, share_of_counts_kernel, {blocks(rows, 1), kThreads}, a.counts.as<std::int64_t>() + first * E, frequency, int(E));
+  };
+  if (given && !by_group) share(0, 1);
   constexpr std::size_t kTogether = AuxiliaryLoss::kGroupsTogether;
   for (std::size_t first = 0; first + 1 < a.groups.size(); first += kTogether) {
     Groups groups{.count = int(std::min(kTogether, a.groups.size() - 1 - first))};
     std::copy_n(a.groups.begin() + std::ptrdiff_t(first), groups.count + 1, groups.offset.begin());
     const std::int64_t tokens = groups.offset[std::size_t(groups.count)] - groups.offset[0];
     if (tokens == 0) continue;
+    for (std::size_t g = 0; g < std::size_t(groups.count); ++g)
+      groups.tokens[g] = a.tokens.empty() ? groups.offset[g + 1] - groups.offset[g] : a.tokens[first + g];
+    if (by_group) share(std::int64_t(first), groups.count);
     if (!given) {
       const auto rows = static_cast<unsigned int>(groups.count);
       cuda_ok(cudaMemsetAsync(counts, 0, std::size_t(groups.count * E) * sizeof(Count), ctx.stream));
       count_slots(ctx, a.experts, groups, counts, E);
       launch(ctx, share_of_group_kernel, {dim3(blocks(E, kThreads), rows), kThreads}, counts, frequency, groups, K, int(E));
     }
-    launch(ctx, auxiliary_loss_kernel, {blocks(tokens, kWarps), kThreads}, a.logits.as<float>(), frequency, given ? 0 : E, groups,
-           a.scale, scratch.rows.as<double>(), device_pointer<float>(a.dlogits), int(E));
+    launch(ctx, auxiliary_loss_kernel, {blocks(tokens, kWarps), kThreads}, a.logits.as<float>(), frequency,
+           given && !by_group ? 0 : E, groups, a.scale, scratch.rows.as<double>(), device_pointer<float>(a.dlogits), int(E));
   }
   launch(ctx, loss_sum_kernel, {1, kSumThreads}, scratch.rows.as<double>(), T, 1.0, a.loss.as<float>());
 }

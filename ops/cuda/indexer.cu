@@ -23,13 +23,16 @@ constexpr int kKeys = 128, kTileHeads = 32, kDepth = 16, kScoreThreads = 256;
 // grid (rows, ceil(longest / kKeys)), block (kScoreThreads): scores (rows, longest) of queries begin, begin + 1, ... over the
 // causal keys of their documents; a warp takes 4 heads of a tile, a lane 4 keys
 template <class T>
-__global__ void scores_kernel(const T* __restrict__ q, const T* __restrict__ k, const float* __restrict__ weights,
-                              DocumentList documents, float* __restrict__ scores, std::int64_t begin, std::int64_t longest,
-                              std::int64_t J, std::int64_t H) {
+__global__ void __launch_bounds__(kScoreThreads, 4)
+    scores_kernel(const T* __restrict__ q, const T* __restrict__ k, const float* __restrict__ weights, DocumentList documents,
+                  float* __restrict__ scores, std::int64_t begin, std::int64_t longest, std::int64_t J, std::int64_t H) {
   __shared__ float keys[kDepth][kKeys + 4], heads[kDepth][kTileHeads];
   __shared__ float sums[kScoreThreads / kWarp][kKeys];
-  const std::int64_t t = begin + blockIdx.x, first = documents.first_of(t), at = first + std::int64_t(blockIdx.y) * kKeys;
-  if (at > t) return;
+  const std::int64_t t = begin + blockIdx.x;
+  const KeyRange seen = documents.seen_by(t);
+  const std::int64_t at = seen.begin + std::int64_t(blockIdx.y) * kKeys;
+  if (at >= seen.end) return;
+  const int count = int(min(seen.end - at, std::int64_t(kKeys)));  // keys of the tile
   const unsigned int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   float score[4] = {};
   for (std::int64_t j = 0; j < J; j += kTileHeads) {
@@ -37,8 +40,8 @@ __global__ void scores_kernel(const T* __restrict__ q, const T* __restrict__ k, 
     for (std::int64_t h = 0; h < H; h += kDepth) {
       __syncthreads();  // waits for the readers of the last tile
       for (unsigned int i = threadIdx.x; i < kKeys * kDepth; i += kScoreThreads) {
-        const std::int64_t s = at + i / kDepth, c = h + i % kDepth;
-        keys[i % kDepth][i / kDepth] = s <= t && c < H ? to_float(k[s * H + c]) : 0.0F;
+        const std::int64_t c = h + i % kDepth;
+        keys[i % kDepth][i / kDepth] = int(i / kDepth) < count && c < H ? to_float(k[(at + i / kDepth) * H + c]) : 0.0F;
       }
       for (unsigned int i = threadIdx.x; i < kTileHeads * kDepth; i += kScoreThreads) {
         const std::int64_t head = j + i / kDepth, c = h + i % kDepth;
@@ -62,10 +65,10 @@ __global__ void scores_kernel(const T* __restrict__ q, const T* __restrict__ k, 
   }
   for (int b = 0; b < 4; ++b) sums[warp][4 * lane + b] = score[b];
   __syncthreads();  // waits for the sums of all warps
-  if (threadIdx.x >= kKeys || at + threadIdx.x > t) return;
+  if (int(threadIdx.x) >= count) return;
   float sum = 0;
   for (int w = 0; w < kScoreThreads / kWarp; ++w) sum += sums[w][threadIdx.x];
-  scores[std::int64_t(blockIdx.x) * longest + at - first + threadIdx.x] = sum;
+  scores[std::int64_t(blockIdx.x) * longest + std::int64_t(blockIdx.y) * kKeys + threadIdx.x] = sum;
 }
 
 // ---- selection
@@ -146,8 +149,10 @@ __global__ void __launch_bounds__(kSelectThreads, 4)
   __shared__ std::int32_t bins[kBins], of_warp[kSelectThreads / kWarp];
   __shared__ std::uint32_t lowest, highest, found, above, filled;
   constexpr int kEach = kBins / kSelectThreads;
-  const std::int64_t t = begin + blockIdx.x, first = documents.first_of(t);
-  const int n = int(t - first + 1), taken = int(min(K, std::int64_t(n))), thread = int(threadIdx.x), place_bits = 32 - __clz(n);
+  const std::int64_t t = begin + blockIdx.x;
+  const KeyRange seen = documents.seen_by(t);
+  const int first = int(seen.begin), n = int(seen.end) - first, taken = int(min(K, std::int64_t(n)));
+  const int thread = int(threadIdx.x), place_bits = 32 - __clz(n);
   const int lane = thread % kWarp, warp = thread / kWarp, highest_bin = kBins - 1 - thread * kEach;  // a thread's, going down
   const std::uint64_t places = (std::uint64_t(1) << place_bits) - 1;
   std::uint64_t* const ranks = spill ? spill + blockIdx.x * size : in_shared;
@@ -201,7 +206,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4)
       const int b = bin_of(rank), end = bins[b];
       int at = b == kBins - 1 ? 0 : bins[b + 1];
       for (int other = at; other < end; ++other) at += binned[other] > rank;
-      if (at < taken) indices[t * K + at] = std::int32_t(first + std::int64_t(rank & places));
+      if (at < taken) indices[t * K + at] = first + std::int32_t(rank & places);
     }
   };
   // How many bits from the lowest on tell ranks of keys in [lowest, highest] apart.
@@ -306,7 +311,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4)
   for (int i = taken + thread; i < sorted; i += kSelectThreads) ranks[i] = 0;  // below every rank
   __syncthreads();                                                             // waits for these
   sort_ranks(ranks, sorted);
-  for (int i = thread; i < taken; i += kSelectThreads) indices[t * K + i] = std::int32_t(first + std::int64_t(ranks[i] & places));
+  for (int i = thread; i < taken; i += kSelectThreads) indices[t * K + i] = first + std::int32_t(ranks[i] & places);
 }
 
 void check_aligned(std::initializer_list<ConstTensor> tensors) {  // what views by rows keep
@@ -315,7 +320,8 @@ void check_aligned(std::initializer_list<ConstTensor> tensors) {  // what views 
 
 template <class Storage>
 void select(Context& ctx, const IndexerSelect& a) {
-  const std::int64_t T = a.q.shape[0], J = a.q.shape[1], H = a.q.shape[2], K = a.indices.shape[1], longest = a.documents.longest();
+  const std::int64_t T = a.q.shape[0], J = a.q.shape[1], H = a.q.shape[2], K = a.indices.shape[1];
+  const std::int64_t longest = a.documents.most_keys();
   const std::int64_t size = std::int64_t(std::bit_ceil(std::uint64_t(std::max<std::int64_t>(std::min(K, longest), kSegment))));
   const DocumentList documents(a.documents);
   if (a.on_tensor_cores()) check_aligned({a.q, a.k});
@@ -346,13 +352,13 @@ struct LossInputs {
   const T *q, *k;
   const float *weights, *target;
   const std::int32_t* indices;  // null: all causal keys
-  std::int64_t T_, J, H, W;
+  std::int64_t keys, J, H, W;
   float gradient_scale;
-  // the key in slot i of row t, -1: none; first: where the document of t begins
-  __device__ std::int64_t position(std::int64_t t, std::int64_t first, std::int64_t i) const {
-    if (!indices) return first + i <= t ? first + i : -1;
+  // the key in slot i of row t, -1: none
+  __device__ std::int64_t position(std::int64_t t, const KeyRange& seen, std::int64_t i) const {
+    if (!indices) return seen.begin + i < seen.end ? seen.begin + i : -1;
     const std::int32_t at = indices[t * W + i];
-    if (at >= T_) __trap();  // no position: as the CPU, refuse rather than read what is not there
+    if (at >= keys) __trap();  // no position: as the CPU, refuse rather than read what is not there
     return at;
   }
 };
@@ -367,7 +373,8 @@ __global__ void loss_kernel(const LossInputs<T> in, DocumentList documents, floa
   const unsigned int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   float* const score = scores + std::int64_t(blockIdx.x) * in.W;
   for (std::int64_t t = begin + blockIdx.x; t < end; t += gridDim.x) {
-    const std::int64_t first = documents.first_of(t), slots = in.indices ? in.W : t - first + 1;
+    const KeyRange seen = documents.seen_by(t);
+    const std::int64_t slots = in.indices ? in.W : seen.end - seen.begin;
     float* const u = u_all + (t - begin) * in.J * in.W;
     for (std::int64_t j = 0; j < in.J; j += kHeads) {
       __syncthreads();  // waits for the readers of the last heads' query, and of the last row
@@ -375,7 +382,7 @@ __global__ void loss_kernel(const LossInputs<T> in, DocumentList documents, floa
         query[i] = j + i / in.H < in.J ? to_float(in.q[(t * in.J + j) * in.H + i]) : 0.0F;
       __syncthreads();  // waits for the query
       for (std::int64_t i = warp; i < slots; i += kHeads) {
-        const std::int64_t at = in.position(t, first, i);
+        const std::int64_t at = in.position(t, seen, i);
         float dots[kHeads] = {};
         if (at >= 0)
           for (std::int64_t h = lane; h < in.H; h += kWarp) {
@@ -402,14 +409,14 @@ __global__ void loss_kernel(const LossInputs<T> in, DocumentList documents, floa
     for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffU, top, lanes));
     const float* const target = in.target + t * in.W;
     for (std::int64_t i = threadIdx.x; i < slots; i += kLossThreads) {
-      if (in.position(t, first, i) < 0) continue;
+      if (in.position(t, seen, i) < 0) continue;
       count += 1, total += target[i], sum += expf(score[i] - top);
     }
     count = block_sum(count), total = block_sum(total), sum = block_sum(sum);
     const float lse = top + logf(sum), share = 1.0F / fmaxf(total, 1e-10F);
     for (std::int64_t i = threadIdx.x; i < slots; i += kLossThreads) {
       float slope = 0;
-      if (count > 1 && in.position(t, first, i) >= 0) {
+      if (count > 1 && in.position(t, seen, i) >= 0) {
         const float p = target[i] * share, log_pi = score[i] - lse;
         if (p > 0) divergence += p * (logf(p) - log_pi);
         slope = in.gradient_scale * (expf(log_pi) - p);
@@ -425,7 +432,7 @@ __global__ void loss_kernel(const LossInputs<T> in, DocumentList documents, floa
       float* const uj = u + j * in.W;
       float dw = 0;
       for (std::int64_t i = lane; i < slots; i += kWarp) {
-        const bool there = in.position(t, first, i) >= 0;
+        const bool there = in.position(t, seen, i) >= 0;
         dw += there ? score[i] * relu(uj[i]) : 0.0F;
         uj[i] = there && uj[i] > 0 ? score[i] * weight : 0.0F;
       }
@@ -437,7 +444,7 @@ __global__ void loss_kernel(const LossInputs<T> in, DocumentList documents, floa
       for (std::int64_t h = threadIdx.x; h < in.H; h += kLossThreads) {
         float sums[kHeads] = {};
         for (std::int64_t i = 0; i < slots; ++i) {
-          const std::int64_t at = in.position(t, first, i);
+          const std::int64_t at = in.position(t, seen, i);
           if (at < 0) continue;
           const float x = to_float(in.k[at * in.H + h]);
 #pragma unroll
@@ -456,8 +463,8 @@ __global__ void causal_slots_kernel(DocumentList documents, std::int32_t* __rest
                                     std::int64_t keys) {
   const std::int64_t s = std::int64_t(blockIdx.y) * blockDim.x + threadIdx.x, row = blockIdx.x, t = begin + row;
   if (s >= keys) return;
-  const std::int64_t first = documents.first_of(t);
-  slots[s * rows + row] = first <= s && s <= t ? std::int32_t(s - first) : -1;
+  const auto [first, end] = documents.seen_by(t);
+  slots[s * rows + row] = first <= s && s < end ? std::int32_t(s - first) : -1;
 }
 
 // one block of 256 threads: loss += the sum of row_loss (rows), in a fixed order
@@ -477,6 +484,7 @@ template <class Storage>
 void loss(Context& ctx, const IndexerLoss& a, const IndexerLoss::Scratch& scratch) {
   using T = device_t<Storage>;
   const std::int64_t tokens = a.q.shape[0], J = a.q.shape[1], H = a.q.shape[2], W = a.target.shape[1];
+  const std::int64_t keys = a.k.shape[0];
   const bool gradients = a.dq.present();
   const DocumentList documents(a.documents);
   const LossInputs<T> in{.q = device_pointer<Storage>(a.q),
@@ -484,7 +492,7 @@ void loss(Context& ctx, const IndexerLoss& a, const IndexerLoss::Scratch& scratc
                          .weights = a.weights.as<float>(),
                          .target = a.target.as<float>(),
                          .indices = a.indices.present() ? a.indices.as<std::int32_t>() : nullptr,
-                         .T_ = tokens,
+                         .keys = keys,
                          .J = J,
                          .H = H,
                          .W = W,
@@ -499,21 +507,21 @@ void loss(Context& ctx, const IndexerLoss& a, const IndexerLoss::Scratch& scratc
     if (!gradients) continue;
     std::int32_t* const slots = scratch.slots.template as<std::int32_t>();
     if (in.indices)
-      invert(ctx, in.indices + begin * W, slots, rows, W, tokens);
+      invert(ctx, in.indices + begin * W, slots, rows, W, keys);
     else
-      launch(ctx, causal_slots_kernel, {dim3(blocks(rows, 1), blocks(tokens, 256)), dim3(256)}, documents, slots, begin, rows,
-             tokens);
+      launch(ctx, causal_slots_kernel, {dim3(blocks(rows, 1), blocks(keys, 256)), dim3(256)}, documents, slots, begin, rows, keys);
     sum_keys(ctx, KeySums<T>{.terms = {{scratch.u.template as<float>(), in.q + begin * J * H, H, 0, H}},
                              .slots = slots,
                              .sums = scratch.dk.template as<float>(),
-                             .keys = tokens,
+                             .keys = keys,
                              .rows = rows,
                              .N = J,
                              .K = W,
                              .width = H,
                              .first = begin == 0});
   }
-  if (gradients) store_sums(ctx, scratch.dk.template as<float>(), device_pointer<Storage>(a.dk), 1, tokens, H, 0, H);
+  if (tokens == 0) set_zero(ctx, {scratch.dk});  // no row wrote the sums
+  if (gradients) store_sums(ctx, scratch.dk.template as<float>(), device_pointer<Storage>(a.dk), 1, keys, H, 0, H);
 }
 
 }  // namespace

@@ -2,26 +2,10 @@
 #pragma once
 #include <cstdint>
 
+#include "ops/cuda/document_list.cuh"
 #include "ops/indexer.h"
 
 namespace moetrain::ops::cuda {
-
-struct DocumentList {
-  const std::int64_t* starts;  // (count + 1)
-  std::int64_t count;
-  explicit DocumentList(const Documents& d)
-      : starts(d.on_device.present() ? d.on_device.as<std::int64_t>() : nullptr), count(d.count()) {
-    check(starts || count == 0, "indexer: the documents are not on the device");
-  }
-  __device__ std::int64_t first_of(std::int64_t t) const {  // where the document of position t begins
-    std::int64_t low = 0, high = count;                     // starts[low] <= t < starts[high]
-    while (high - low > 1) {
-      const std::int64_t middle = (low + high) / 2;
-      (starts[middle] <= t ? low : high) = middle;
-    }
-    return starts[low];
-  }
-};
 
 __device__ inline float relu(float u) {  // a NaN stays one
   asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(u));

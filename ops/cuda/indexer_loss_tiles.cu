@@ -235,14 +235,16 @@ __global__ void __launch_bounds__(kThreads, kHeads == 32 ? 2 : 1) index_loss_ker
 
 // grid (rows), any block: rows that list all causal keys of their documents
 __global__ void list_causal_kernel(const DocumentList documents, const KeyLists to, std::int64_t begin) {
-  const std::int64_t row = blockIdx.x, t = begin + row, first = documents.first_of(t), count = t - first + 1;
+  const std::int64_t row = blockIdx.x;
+  const auto [first, end] = documents.seen_by(begin + row);
+  const std::int64_t count = end - first, last = end - 1;
   const std::int64_t words = (to.keys + kKeyRange - 1) / kKeyRange * kRangeWords;
   for (std::int64_t k = threadIdx.x; k < count; k += blockDim.x) to.listed[row * to.K + k] = std::int32_t(first + k);
   const auto before = [&](std::int64_t word) { return std::int32_t(min(max(32 * word - first, std::int64_t(0)), count)); };
   for (std::int64_t w = threadIdx.x; w <= words; w += blockDim.x) {
     to.starts[row * (words + 1) + w] = before(w);
     if (w == words) continue;
-    const int filled = before(w + 1) - before(w), above = t / 32 == w ? 31 - int(t % 32) : 0;  // a run of bits that ends at t or 31
+    const int filled = before(w + 1) - before(w), above = last / 32 == w ? 31 - int(last % 32) : 0;  // a run that ends there or at 31
     to.sets[row * words + w] = filled == 0 ? 0 : std::int32_t(0xffffffffU >> (32 - filled) << (32 - filled - above));
   }
   if (threadIdx.x == 0) to.counts[row] = std::int32_t(count);
@@ -259,6 +261,7 @@ void run(Context& ctx, const IndexerLoss& a, const Arguments& arguments, std::in
 
 void index_loss_tiles(Context& ctx, const IndexerLoss& a, const IndexerLoss::Scratch& scratch) {
   const std::int64_t T = a.q.shape[0], J = a.q.shape[1], W = a.target.shape[1], chunk = scratch.listed.shape[0];
+  const std::int64_t keys = a.k.shape[0];
   const bool gradients = a.dq.present();
   const auto* q = device_pointer<bf16>(a.q);
   auto* const pairs = device_pointer<bf16>(scratch.pairs);
@@ -272,7 +275,7 @@ void index_loss_tiles(Context& ctx, const IndexerLoss& a, const IndexerLoss::Scr
                          .starts = scratch.starts.as<std::int32_t>(),
                          .rows = std::min(chunk, T - begin),
                          .K = W,
-                         .keys = T};
+                         .keys = keys};
     const float* const target = a.target.as<float>() + begin * W;
     if (turned)
       list_keys(ctx, a.indices.as<std::int32_t>() + begin * W, lists, target, turned);
@@ -299,10 +302,10 @@ void index_loss_tiles(Context& ctx, const IndexerLoss& a, const IndexerLoss::Scr
                                   .pairs = scratch.pairs,
                                   .value2 = a.q.rows(begin, begin + lists.rows),
                                   .panels = kPanels,
-                                  .reach = begin + lists.rows,
+                                  .reach = keys == T ? begin + lists.rows : keys,
                                   .sums = sums});
   }
-  if (gradients) store_sums(ctx, sums, device_pointer<bf16>(a.dk), scratch.dk.shape[0], T, kWidth, 0, kWidth);
+  if (gradients) store_sums(ctx, sums, device_pointer<bf16>(a.dk), scratch.dk.shape[0], keys, kWidth, 0, kWidth);
 }
 
 }  // namespace moetrain::ops::cuda

@@ -32,10 +32,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kQueries = kColumns / kHeads;
   extern __shared__ __align__(1024) unsigned char memory[];
   const std::uint32_t shared = shared_address(memory);
-  const std::int64_t t = begin + std::int64_t(blockIdx.x) * kQueries, last = min(t + kQueries, end) - 1;
-  const std::int64_t from = documents.first_of(t) + std::int64_t(blockIdx.y) * kSegment;
-  if (from > last) return;
-  const int tiles = int((min(last + 1 - from, kSegment) + kKeys - 1) / kKeys), lane = int(threadIdx.x) % kWarp;
+  const std::int64_t t = begin + std::int64_t(blockIdx.x) * kQueries;
+  const int lane = int(threadIdx.x) % kWarp;
+  // what one or another of the queries sees
+  const KeyRange seen = documents.seen_by(min(t + lane % kQueries, end - 1));
+  const std::int64_t from = __reduce_min_sync(0xffffffffU, int(seen.begin)) + std::int64_t(blockIdx.y) * kSegment,
+                     until = __reduce_max_sync(0xffffffffU, int(seen.end));
+  if (from >= until) return;
+  const int tiles = int((min(until - from, kSegment) + kKeys - 1) / kKeys);
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       barrier_init(shared + Layout::full + 8 * s, 1);
@@ -61,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     take_registers<232>();
     const int half = int(threadIdx.x) / kGroup, row = 64 * half + int(threadIdx.x) % kGroup / kWarp * 16 + lane / 4;
-    // the weights of a thread's columns, and where the causal keys of each query begin
+    // the weights of a thread's columns, and what each query sees
     float weight[kColumns / 4];
 #pragma unroll
     for (int i = 0; i < kColumns / 4; ++i) {
@@ -71,11 +75,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     // a thread ends with the scores of every fourth query
     constexpr int kMine = kQueries / 4;
-    std::int64_t first[kMine];
+    int first[kMine], after[kMine];
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const std::int64_t query = t + 4 * i + lane % 4;
-      first[i] = query < end ? documents.first_of(query) : INT64_MAX;
+      const KeyRange of_mine = query < end ? documents.seen_by(query) : KeyRange{0, 0};
+      first[i] = int(of_mine.begin), after[i] = int(of_mine.end);
     }
     barrier_wait(shared + Layout::query_full, 0);
     for (int i = 0; i < tiles; ++i) {
@@ -106,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                       high = (odd ? sums[3] : sums[2]) + __shfl_xor_sync(0xffffffffU, odd ? sums[2] : sums[3], 1);
           const float score = (upper ? high : low) + __shfl_xor_sync(0xffffffffU, upper ? low : high, 2);
           const std::int64_t query = t + 4 * mine + lane % 4;
-          if (first[mine] <= s && s <= query) scores[(query - begin) * longest + s - first[mine]] = score;
+          if (first[mine] <= s && s < after[mine]) scores[(query - begin) * longest + s - first[mine]] = score;
         }
       }
     }
@@ -116,10 +121,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <int kHeads>
 void run(Context& ctx, const IndexerSelect& a, float* scores, std::int64_t begin, std::int64_t rows) {
   constexpr int kQueries = kColumns / kHeads;
-  const std::int64_t T = a.q.shape[0], J = a.q.shape[1], longest = a.documents.longest();
+  const std::int64_t T = a.q.shape[0], J = a.q.shape[1], keys = a.k.shape[0], longest = a.documents.most_keys();
+  // whole documents follow one another, between the keys of pieces others may lie
+  const std::int64_t reach = a.documents.whole() ? longest + kQueries : keys;
   launch(ctx, index_scores_kernel<kHeads>,
-         {dim3(blocks(rows, kQueries), blocks(longest + kQueries, kSegment)), dim3(kThreads), Layout::bytes},
-         tensor_map(a.q, {kWidth, J, T}, {kPanel, kHeads, kQueries}), tensor_map(a.k, {kWidth, T}, {kPanel, kKeys}),
+         {dim3(blocks(rows, kQueries), blocks(reach, kSegment)), dim3(kThreads), Layout::bytes},
+         tensor_map(a.q, {kWidth, J, T}, {kPanel, kHeads, kQueries}), tensor_map(a.k, {kWidth, keys}, {kPanel, kKeys}),
          a.weights.as<float>(), DocumentList(a.documents), scores, begin, begin + rows, int(J), longest);
 }
 

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <source_location>
 #include <utility>
 
@@ -36,6 +37,12 @@ void launch(Context& ctx, void (*kernel)(Params...), const Grid& grid, Args&&...
             grid.where);
   kernel<<<grid.blocks, grid.threads, grid.shared_bytes, ctx.stream>>>(std::forward<Args>(args)...);
   cuda_ok(cudaGetLastError(), grid.where);
+}
+
+// Queues zeros where tensors have elements.
+inline void set_zero(Context& ctx, std::initializer_list<Tensor> tensors) {
+  for (const Tensor& t : tensors)
+    if (t.bytes() > 0) cuda_ok(cudaMemsetAsync(t.data, 0, std::size_t(t.bytes()), ctx.stream));
 }
 
 }  // namespace moetrain::ops::cuda

@@ -19,11 +19,17 @@ constexpr int kHeads = SparseAttentionForward::kHeads, kThreads = kHeads * kWarp
 constexpr std::int64_t kBlocks = SparseAttentionForward::kBlocks;                  // rows in flight
 
 struct Sizes {
-  std::int64_t T, N, C, He, Hq, K;
+  std::int64_t T, keys, N, C, He, Hq, K;
   __host__ __device__ std::int64_t width() const { return C + He; }
   template <class Args>
   explicit Sizes(const Args& a)
-      : T(a.q.shape[0]), N(a.q.shape[1]), C(a.q_latent.shape[2]), He(a.k_extra.shape[1]), Hq(a.q.shape[2]), K(a.indices.shape[1]) {}
+      : T(a.q.shape[0]),
+        keys(a.latent.shape[0]),
+        N(a.q.shape[1]),
+        C(a.q_latent.shape[2]),
+        He(a.k_extra.shape[1]),
+        Hq(a.q.shape[2]),
+        K(a.indices.shape[1]) {}
 };
 
 // What both directions read.
@@ -45,7 +51,7 @@ struct Inputs {
 
   __device__ std::int32_t position(std::int64_t t, std::int64_t k) const {
     const std::int32_t at = indices[t * s.K + k];
-    if (at >= s.T) __trap();  // no position: as the CPU, refuse rather than read what is not there
+    if (at >= s.keys) __trap();  // no position: as the CPU, refuse rather than read what is not there
     return at;
   }
   // query (kHeads, C + He) in shared memory: heads [n, n + kHeads) of t, zeros past the last
@@ -230,21 +236,22 @@ void backward(Context& ctx, const SparseAttentionBackward& a) {
            {blocks(std::min(rows, kBlocks), 1), dim3(kThreads), std::size_t(kHeads * (s.width() + s.C)) * sizeof(float)}, in, dout,
            device_pointer<Storage>(a.o_latent), a.lse.as<float>(), device_pointer<Storage>(a.dq_latent),
            device_pointer<Storage>(a.dq), p, dz, begin, end);
-    invert(ctx, in.indices + begin * s.K, slots, rows, s.K, s.T);
+    invert(ctx, in.indices + begin * s.K, slots, rows, s.K, s.keys);
     sum_keys(ctx, KeySums<T>{.terms = {{dz, in.q_latent + begin * s.N * s.C, s.C, 0, s.C},
                                        {p, dout + begin * s.N * s.C, s.C, 0, s.C},
                                        {dz, in.q + begin * s.N * s.Hq + s.Hq - s.He, s.Hq, s.C, s.He}},
                              .slots = slots,
                              .sums = sums,
-                             .keys = s.T,
+                             .keys = s.keys,
                              .rows = rows,
                              .N = s.N,
                              .K = s.K,
                              .width = s.width(),
                              .first = begin == 0});
   }
-  store_sums(ctx, sums, device_pointer<Storage>(a.dlatent), 1, s.T, s.width(), 0, s.C);
-  store_sums(ctx, sums, device_pointer<Storage>(a.dk_extra), 1, s.T, s.width(), s.C, s.He);
+  if (s.T == 0) set_zero(ctx, {scratch.sums});  // no query wrote them
+  store_sums(ctx, sums, device_pointer<Storage>(a.dlatent), 1, s.keys, s.width(), 0, s.C);
+  store_sums(ctx, sums, device_pointer<Storage>(a.dk_extra), 1, s.keys, s.width(), s.C, s.He);
 }
 
 void check_aligned(std::initializer_list<ConstTensor> tensors) {  // what views by rows keep

@@ -206,7 +206,7 @@ void sparse_attention_tiles(Context& ctx, const SparseAttentionBackward& a) {
                          .starts = scratch.starts.as<std::int32_t>(),
                          .rows = std::min(chunk, in.T - begin),
                          .K = in.K,
-                         .keys = in.T};
+                         .keys = in.keys};
     list_keys(ctx, in.indices + begin * in.K, lists);
     for (std::int64_t head = 0; head < in.N; head += kHeads) {
       launch(ctx, sparse_attention_backward_tiles_kernel, {blocks(lists.rows, 1), dim3(kThreads), Layout::bytes}, in,
@@ -230,12 +230,12 @@ void sparse_attention_tiles(Context& ctx, const SparseAttentionBackward& a) {
                                   .both = kLatentPanels,
                                   .first = in.Hq - kExtra,
                                   .panels = kPanels,
-                                  .reach = begin + lists.rows,
+                                  .reach = in.keys == in.T ? begin + lists.rows : in.keys,
                                   .sums = sums});
     }
   }
-  store_sums(ctx, sums, device_pointer<bf16>(a.dlatent), parts, in.T, kLatent + kExtra, 0, kLatent);
-  store_sums(ctx, sums, device_pointer<bf16>(a.dk_extra), parts, in.T, kLatent + kExtra, kLatent, kExtra);
+  store_sums(ctx, sums, device_pointer<bf16>(a.dlatent), parts, in.keys, kLatent + kExtra, 0, kLatent);
+  store_sums(ctx, sums, device_pointer<bf16>(a.dk_extra), parts, in.keys, kLatent + kExtra, kLatent, kExtra);
 }
 
 }  // namespace moetrain::ops::cuda

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();  // waits for the barriers and for *last
   int end = 0;
   for (std::int64_t k = threadIdx.x; k < in.K; k += kThreads) {
-    if (indices[k] >= in.T) __trap();  // no position: as the CPU, refuse rather than read what is not there
+    if (indices[k] >= in.keys) __trap();  // no position: as the CPU, refuse rather than read what is not there
     if (indices[k] >= 0) end = int(k) + 1;
   }
   end = __reduce_max_sync(0xffffffffU, end);

@@ -25,7 +25,7 @@ constexpr float kLn2 = 0.69314718055994530942F;
 struct Inputs {
   const __nv_bfloat16 *q_latent, *q, *latent, *k_extra;
   const std::int32_t* indices;  // (T, K)
-  std::int64_t T, N, K, Hq;
+  std::int64_t T, keys, N, K, Hq;
   float scale_log2;  // scale * log2 e
   template <class Args>
   explicit Inputs(const Args& a)
@@ -35,6 +35,7 @@ struct Inputs {
         k_extra(device_pointer<bf16>(a.k_extra)),
         indices(a.indices.template as<std::int32_t>()),
         T(a.q.shape[0]),
+        keys(a.latent.shape[0]),
         N(a.q.shape[1]),
         K(a.indices.shape[1]),
         Hq(a.q.shape[2]),

@@ -24,24 +24,31 @@ using Starts = std::vector<std::int64_t>;
 
 // Inputs, outputs and gradients of one call.
 struct Problem {
-  std::int64_t T, N, Hn, He, Hv, W;
-  double scale;
+  std::int64_t T, keys, N, Hn, He, Hv, W;
+  double scale = 0.7;
   Starts starts;
+  std::vector<ops::Documents::Piece> pieces;
+  std::int64_t slices = 0;
   Tensor q, kv, k_extra, dout;
   Tensor o, lse, probability, dq, dkv, dk_extra;
 
   Problem(Bench& bench, DType type, std::int64_t heads, std::int64_t nope, std::int64_t extra, std::int64_t value, Starts documents)
-      : T(documents.back()),
+      : Problem(bench, type, heads, nope, extra, value, ops::Documents{documents}, documents.back()) {}
+  Problem(Bench& bench, DType type, std::int64_t heads, std::int64_t nope, std::int64_t extra, std::int64_t value,
+          const ops::Documents& d, std::int64_t all_keys)
+      : T(d.starts.back()),
+        keys(all_keys),
         N(heads),
         Hn(nope),
         He(extra),
         Hv(value),
-        W(ops::Documents{documents}.longest() + 2),
-        scale(0.7),
-        starts(std::move(documents)) {
+        W(d.most_keys() + 2),
+        starts(d.starts.begin(), d.starts.end()),
+        pieces(d.pieces.begin(), d.pieces.end()),
+        slices(d.slices) {
     q = bench.normal(type, {T, N, Hn + He});
-    kv = bench.normal(type, {T, N, Hn + Hv});
-    k_extra = bench.normal(type, {T, He});
+    kv = bench.normal(type, {keys, N, Hn + Hv});
+    k_extra = bench.normal(type, {keys, He});
     dout = bench.normal(type, {T, N, Hv});
     outputs(bench, type);
   }
@@ -53,6 +60,7 @@ struct Problem {
     dkv = bench.empty(type, kv.shape);
     dk_extra = bench.empty(type, k_extra.shape);
   }
+  ops::Documents documents() const { return {.starts = starts, .pieces = pieces, .slices = slices}; }
   Problem as(Bench& bench, DType type) const {  // the same inputs, outputs of its own
     Problem p = *this;
     p.q = bench.as(type, q), p.kv = bench.as(type, kv), p.k_extra = bench.as(type, k_extra), p.dout = bench.as(type, dout);
@@ -64,7 +72,7 @@ struct Problem {
                                                           .kv = kv,
                                                           .k_extra = k_extra,
                                                           .scale = scale,
-                                                          .documents = {starts},
+                                                          .documents = documents(),
                                                           .o = o,
                                                           .lse = lse,
                                                           .probability = with_probability ? probability : Tensor{}});
@@ -77,7 +85,7 @@ struct Problem {
                                                            .o = o,
                                                            .lse = lse,
                                                            .scale = scale,
-                                                           .documents = {starts},
+                                                           .documents = documents(),
                                                            .dq = dq,
                                                            .dkv = dkv,
                                                            .dk_extra = dk_extra});
@@ -89,7 +97,7 @@ struct Problem {
     there.q = d.copy(q), there.kv = d.copy(kv), there.k_extra = d.copy(k_extra), there.dout = d.copy(dout);
     for (Tensor Problem::*t : {&Problem::o, &Problem::lse, &Problem::probability, &Problem::dq, &Problem::dkv, &Problem::dk_extra})
       there.*t = d.empty((this->*t).dtype, (this->*t).shape);
-    const auto documents = d.documents(starts);
+    const auto documents = d.documents(this->documents());
     ops::attention(d.context(), ops::AttentionForward{.q = there.q,
                                                       .kv = there.kv,
                                                       .k_extra = there.k_extra,
@@ -128,7 +136,7 @@ double mean_gap(ConstTensor got, ConstTensor want) {
 // Outputs against those of f64 on the same inputs. Weights rounded to bf16 show most in the few rows that have large values, those
 // of few keys: every element is held to `one`, the root of their mean square to `mean`.
 void check_close(const Problem& got, const Problem& want, double one, double mean, bool with_probability = true) {
-  const bool alone = got.T == std::int64_t(got.starts.size()) - 1;  // positions alone in their documents: no gradient by scores
+  const bool alone = got.documents().most_keys() == 1;  // positions alone in their documents: no gradient by scores
   for (const auto& [a, b, zero] : {std::tuple{got.o, want.o, false},
                                    {got.dq, want.dq, alone},
                                    {got.dkv, want.dkv, false},
@@ -465,7 +473,7 @@ TEST_CASE("attention backward on CUDA sums dk_extra over groups of heads, and gi
   };
   many.q = repeated(few.q), many.kv = repeated(few.kv), many.dout = repeated(few.dout);
   many.outputs(bench, DType::bf16);
-  CHECK(ops::AttentionBackward{.q = many.q}.heads_a_group() > 1);
+  CHECK(ops::AttentionBackward{.q = many.q, .kv = many.kv}.heads_a_group() > 1);
   const Problem want = few.on_cuda(bench, false), got = many.on_cuda(bench, false);
   const auto same = [](ConstTensor a, ConstTensor b) { return std::memcmp(a.data, b.data, std::size_t(a.bytes())) == 0; };
   CHECK((same(got.o, repeated(want.o)) && same(got.dq, repeated(want.dq)) && same(got.dkv, repeated(want.dkv))));
@@ -480,6 +488,41 @@ TEST_CASE("attention on CUDA takes zero rows, and gives the same without probabi
   Problem(bench, DType::bf16, 2, 128, 64, 128, {0}).on_cuda(bench);
   const Problem p(bench, DType::bf16, 2, 128, 64, 128, {0, 150});
   CHECK(difference(p.on_cuda(bench, false).o, p.on_cuda(bench).o, 1e-14) == "");
+}
+
+TEST_CASE("attention on CUDA of slices of sequences over the keys of all is within rounding of the f64 reference", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  const auto type = GENERATE(DType::f32, DType::bf16);
+  const auto heads = GENERATE(Shape3{3, 17, 5, 11}, Shape3{2, 128, 64, 128});
+  const auto moved = GENERATE(false, true);
+  for (std::size_t i = 0; i < kCutSlices.size(); ++i) {
+    CAPTURE(name_of(type), heads.Hn, moved, i);
+    const Sliced slice(kCutStarts, kCutSlices[i], moved ? kCutKeysMoved : Starts{});
+    Bench bench(151);
+    Problem p(bench, type, heads.N, heads.Hn, heads.He, heads.Hv, slice.documents(), kCutKeys);
+    p.scale = 0.7 / std::sqrt(double(heads.Hn + heads.He));
+    const Problem got = p.on_cuda(bench);
+    if (p.T > 0) check_close(got, in_f64(bench, p, got), type == DType::bf16 ? 0.1 : 1e-4, type == DType::bf16 ? 5e-3 : 1e-5);
+    const auto seen = seen_keys(p.documents(), p.keys);
+    CHECK(zero_where_unseen(got.dkv, seen));
+    CHECK(zero_where_unseen(got.dk_extra, seen));
+    const Problem without = p.on_cuda(bench, false);
+    CHECK(std::memcmp(without.o.data, got.o.data, std::size_t(got.o.bytes())) == 0);
+  }
+}
+
+TEST_CASE("attention on CUDA gives documents that are pieces, but wholly here, the bits of whole documents", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  const auto heads = GENERATE(Shape3{3, 17, 5, 11}, Shape3{2, 128, 64, 128});
+  Bench bench(161);
+  const Problem whole(bench, DType::bf16, heads.N, heads.Hn, heads.He, heads.Hv, {0, 3, 3, 128, 400, 1001});
+  Problem pieces = whole;
+  const Sliced slice(whole.starts, {{0, 400}, {400, 1001}});
+  pieces.starts = slice.starts, pieces.pieces = slice.pieces, pieces.slices = 2;
+  const Problem want = whole.on_cuda(bench), got = pieces.on_cuda(bench);
+  const auto same = [](ConstTensor a, ConstTensor b) { return std::memcmp(a.data, b.data, std::size_t(a.bytes())) == 0; };
+  CHECK((same(got.o, want.o) && same(got.lse, want.lse) && same(got.probability, want.probability)));
+  CHECK((same(got.dq, want.dq) && same(got.dkv, want.dkv) && same(got.dk_extra, want.dk_extra)));
 }
 
 }  // namespace

@@ -393,26 +393,37 @@ TEST_CASE("quantile_update on CUDA makes NaN of biases whose experts have seen d
 
 TEST_CASE("the router's losses on CUDA are within f32 rounding of f64 and repeat their bits", "[ops][cuda]") {
   if (!test::cuda_device_here()) return;
-  const bool global = GENERATE(false, true);
+  enum class Counts { own, of_all, by_group };
+  const Counts counted = GENERATE(Counts::own, Counts::of_all, Counts::by_group);
   struct Case {
     std::int64_t T, E, K, groups;
   };
   for (const auto& c : {Case{1, 1, 1, 1}, Case{129, 37, 4, 2}, Case{600, 896, 16, 1}, Case{1000, 64, 2, 150}}) {
-    CAPTURE(c.T, c.E, c.groups, global);
+    CAPTURE(c.T, c.E, c.groups, int(counted));
     Bench b(8);
     const auto logits = b.normal(DType::f32, {c.T, c.E}, 2);
     const auto experts = routed(b, logits, b.zeros(DType::f32, {c.E}), c.K);
     std::vector<std::int64_t> groups;
     for (std::int64_t g = 0; g <= c.groups; ++g) groups.push_back(c.T * g * g / (c.groups * c.groups));  // some empty
-    const auto given = b.filled(DType::i64, {c.E}, [](std::int64_t e) { return e * e % 11 + 1; });
+    const bool by_group = counted == Counts::by_group;  // with the tokens of other ranks
+    const auto given =
+        b.filled(DType::i64, by_group ? Shape{c.groups, c.E} : Shape{c.E}, [](std::int64_t i) { return i * i % 11 + 1; });
+    std::vector<std::int64_t> tokens;
+    for (std::int64_t g = 0; by_group && g < c.groups; ++g)
+      tokens.push_back(3 * (groups[std::size_t(g) + 1] - groups[std::size_t(g)]) + g % 5);
     const auto run = [&](ops::Context& ctx, auto put, auto zeros, DType real) {
-      const auto x = put(logits, real), ids = put(experts, DType::i32), counts = global ? put(given, DType::i64) : Tensor{};
+      const auto x = put(logits, real), ids = put(experts, DType::i32),
+                 counts = counted == Counts::own ? Tensor{} : put(given, DType::i64);
       const std::vector<Tensor> out{zeros(real, {1}), zeros(real, {c.T, c.E}), zeros(real, {1}), zeros(real, {c.T, c.E}),
                                     zeros(real, {1})};
-      ops::auxiliary_loss(
-          ctx,
-          ops::AuxiliaryLoss{
-              .logits = x, .experts = ids, .groups = groups, .counts = counts, .scale = 0.7, .loss = out[0], .dlogits = out[1]});
+      ops::auxiliary_loss(ctx, ops::AuxiliaryLoss{.logits = x,
+                                                  .experts = ids,
+                                                  .groups = groups,
+                                                  .counts = counts,
+                                                  .scale = 0.7,
+                                                  .loss = out[0],
+                                                  .dlogits = out[1],
+                                                  .tokens = tokens});
       ops::z_loss(ctx, ops::ZLoss{.logits = x, .scale = 0.3, .loss = out[2], .dlogits = out[3]});
       ops::z_loss(ctx, ops::ZLoss{.logits = x, .scale = 0.3, .loss = out[4], .dlogits = {}});
       return out;

@@ -35,11 +35,14 @@ double score(ConstTensor q, ConstTensor k, ConstTensor weights, std::int64_t t, 
   return sum;
 }
 
-Tensor select(Bench& bench, ConstTensor q, ConstTensor k, ConstTensor weights, const Starts& starts, std::int64_t K) {
+Tensor select(Bench& bench, ConstTensor q, ConstTensor k, ConstTensor weights, const ops::Documents& documents, std::int64_t K) {
   const auto indices = bench.empty(DType::i32, {q.shape[0], K});
   ops::indexer_select(bench.context(),
-                      ops::IndexerSelect{.q = q, .k = k, .weights = weights, .documents = {starts}, .indices = indices});
+                      ops::IndexerSelect{.q = q, .k = k, .weights = weights, .documents = documents, .indices = indices});
   return indices;
+}
+Tensor select(Bench& bench, ConstTensor q, ConstTensor k, ConstTensor weights, const Starts& starts, std::int64_t K) {
+  return select(bench, q, k, weights, ops::Documents{starts}, K);
 }
 
 // The rule as a sort: causal positions from the latest back, ordered by score and otherwise left in place.
@@ -118,15 +121,19 @@ TEST_CASE("indexer selection ranks a score that is not a number last", "[ops][cp
   CHECK(values_of(select(bench, q, k, weights, {0, 3}, 3).rows(1, 3)) == std::vector<double>{0, 1, -1, 2, 0, 1});
 }
 
-Tensor select_on_cuda(Bench& bench, ConstTensor q, ConstTensor k, ConstTensor weights, const Starts& starts, std::int64_t K) {
+Tensor select_on_cuda(Bench& bench, ConstTensor q, ConstTensor k, ConstTensor weights, const ops::Documents& documents,
+                      std::int64_t K) {
   DeviceBench d;
   const auto indices = d.empty(DType::i32, {q.shape[0], K});
   ops::indexer_select(
       d.context(),
       ops::IndexerSelect{
-          .q = d.copy(q), .k = d.copy(k), .weights = d.copy(weights), .documents = d.documents(starts), .indices = indices});
+          .q = d.copy(q), .k = d.copy(k), .weights = d.copy(weights), .documents = d.documents(documents), .indices = indices});
   CHECK(d.guards_hold());
   return d.to_host(bench, indices);
+}
+Tensor select_on_cuda(Bench& bench, ConstTensor q, ConstTensor k, ConstTensor weights, const Starts& starts, std::int64_t K) {
+  return select_on_cuda(bench, q, k, weights, ops::Documents{starts}, K);
 }
 
 // Small whole numbers are exact in every type and every order of sums, and tie often.
@@ -247,18 +254,47 @@ TEST_CASE("indexer selection on CUDA of a document is that of the document alone
   CHECK(values_of(packed.rows(77, 300)) == alone);
 }
 
+TEST_CASE("indexer selection on CUDA for slices of sequences among the keys of all is that of the CPU", "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  const auto type = GENERATE(DType::f32, DType::bf16);
+  const auto moved = GENERATE(false, true);
+  for (const auto& [J, H] : {std::pair<std::int64_t, std::int64_t>{3, 5}, {32, 128}, {40, 128}})
+    for (std::size_t i = 0; i < kCutSlices.size(); ++i) {
+      const Sliced slice(kCutStarts, kCutSlices[i], moved ? kCutKeysMoved : Starts{});
+      const std::int64_t T = slice.starts.back();
+      Bench bench(std::uint64_t(J) + i);
+      const auto q = whole(bench, type, {T, J, H}), k = whole(bench, type, {kCutKeys, H}),
+                 weights = whole(bench, DType::f32, {T, J});
+      for (const std::int64_t K : {std::int64_t(1), std::int64_t(60), std::int64_t(300)}) {  // of up to 269 keys
+        CAPTURE(name_of(type), moved, J, i, K);
+        const bool equal =
+            same(select_on_cuda(bench, q, k, weights, slice.documents(), K), select(bench, q, k, weights, slice.documents(), K));
+        CHECK(equal);
+      }
+    }
+}
+
 // Inputs, the loss and the gradients of one call.
 struct Problem {
   std::int64_t T, J, H;
   Starts starts;
+  std::vector<ops::Documents::Piece> pieces;
+  std::int64_t slices = 0;
   Tensor q, k, weights, target, indices;
   Tensor loss, dq, dk, dweights;
   double gradient_scale = 1;
 
   Problem(Bench& bench, DType type, std::int64_t heads, std::int64_t width, Starts documents)
-      : T(documents.back()), J(heads), H(width), starts(std::move(documents)) {
+      : Problem(bench, type, heads, width, ops::Documents{documents}, documents.back()) {}
+  Problem(Bench& bench, DType type, std::int64_t heads, std::int64_t width, const ops::Documents& d, std::int64_t keys)
+      : T(d.starts.back()),
+        J(heads),
+        H(width),
+        starts(d.starts.begin(), d.starts.end()),
+        pieces(d.pieces.begin(), d.pieces.end()),
+        slices(d.slices) {
     q = bench.normal(type, {T, J, H});
-    k = bench.normal(type, {T, H});
+    k = bench.normal(type, {keys, H});
     weights = bench.normal(real_of(type), {T, J}, 0.5);
     outputs(bench, type);
   }
@@ -268,6 +304,7 @@ struct Problem {
     dk = bench.empty(type, k.shape);
     dweights = bench.empty(real_of(type), weights.shape);
   }
+  ops::Documents documents() const { return {.starts = starts, .pieces = pieces, .slices = slices}; }
   void dense_target(Bench& bench, std::int64_t W) {
     target = bench.uniform(weights.dtype, {T, W}, 0.05, 1);
     indices = {};
@@ -277,12 +314,13 @@ struct Problem {
     const auto dense = target;
     indices = bench.filled(DType::i32, {T, W}, [](auto) { return -1; });
     target = bench.filled(weights.dtype, {T, W}, [](auto) { return 1e3; });  // at empty slots: not to be read
-    for (std::size_t d = 0; d + 1 < starts.size(); ++d)
-      for (std::int64_t t = starts[d]; t < starts[d + 1]; ++t)
-        for (std::int64_t s = starts[d]; s <= t; ++s) {
-          const auto slot = t * W + (s - starts[d]) * 7 % W;
-          Bench::set(indices, slot, double(s));
-          Bench::set(target, slot, Bench::get(dense, t * dense.shape[1] + s - starts[d]));
+    const auto all = documents();
+    for (std::int64_t n = 0; n < all.count(); ++n)
+      for (std::int64_t t = all.begin(n); t < all.end(n); ++t)
+        for (std::int64_t i = 0; i <= all.before(n) + t - all.begin(n); ++i) {
+          const auto slot = t * W + i * 7 % W;
+          Bench::set(indices, slot, double(all.first_key(n) + i));
+          Bench::set(target, slot, Bench::get(dense, t * dense.shape[1] + i));
         }
   }
   Problem as(Bench& bench, DType type) const {
@@ -305,7 +343,7 @@ struct Problem {
     p.loss = d.copy(bench.of(DType::f32, {1}, {3}));  // adds
     for (Tensor* t : {&p.dq, &p.dk, &p.dweights}) *t = d.empty(t->dtype, t->shape);
     auto args = p.arguments(gradients);
-    args.documents = d.documents(starts);
+    args.documents = d.documents(documents());
     ops::indexer_loss(d.context(), args);
     if (gradients) dq = d.to_host(bench, p.dq), dk = d.to_host(bench, p.dk), dweights = d.to_host(bench, p.dweights);
     CHECK(d.guards_hold());
@@ -317,7 +355,7 @@ struct Problem {
             .weights = weights,
             .target = target,
             .indices = indices,
-            .documents = {starts},
+            .documents = documents(),
             .gradient_scale = gradient_scale,
             .loss = loss,
             .dq = gradients ? dq : Tensor{},
@@ -503,6 +541,12 @@ TEST_CASE("indexer takes zero rows and refuses what does not fit", "[ops][cpu]")
   CHECK_THROWS_AS(select(bench, p.q, p.k, p.weights, p.starts, 0), Error);
 }
 
+std::string gradient_error(ConstTensor t, ConstTensor f64) {  // a sum's terms are rounded too, and rows of few keys have large ones
+  double largest = 0;
+  for (const double v : values_of(f64)) largest = std::max(largest, std::abs(v));
+  return t.dtype == DType::bf16 ? difference(t, f64, 1e-2, 4e-3 * largest) : difference(t, f64, 1e-4);
+}
+
 TEST_CASE("indexer loss on CUDA is within rounding of the f64 reference, in both stages", "[ops][cuda]") {
   if (!cuda_device_here()) return;
   const auto type = GENERATE(DType::f32, DType::bf16);
@@ -522,15 +566,46 @@ TEST_CASE("indexer loss on CUDA is within rounding of the f64 reference, in both
     const double loss = got.on_cuda(bench);
     CHECK(difference({loss}, {want.run(bench)}, 1e-4) == "");
     CHECK(alone.on_cuda(bench, false) == loss);
-    const auto error = [&](ConstTensor t, ConstTensor f64) {  // a sum's terms are rounded too, and rows of few keys have large ones
-      double largest = 0;
-      for (const double v : values_of(f64)) largest = std::max(largest, std::abs(v));
-      return type == DType::bf16 ? difference(t, f64, 1e-2, 4e-3 * largest) : difference(t, f64, 1e-4);
-    };
-    CHECK(error(got.dq, want.dq) == "");
-    CHECK(error(got.dk, want.dk) == "");
+    CHECK(gradient_error(got.dq, want.dq) == "");
+    CHECK(gradient_error(got.dk, want.dk) == "");
     CHECK(difference(got.dweights, want.dweights, 2e-4) == "");
   }
+}
+
+TEST_CASE(
+    "indexer loss on CUDA of slices of sequences over the keys of all is within rounding of the f64 reference, in both stages",
+    "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  const auto type = GENERATE(DType::f32, DType::bf16);
+  const auto sparse = GENERATE(false, true);
+  const auto moved = GENERATE(false, true);
+  for (const auto& [J, H] : {std::pair<std::int64_t, std::int64_t>{5, 11}, {32, 128}})
+    for (std::size_t i = 0; i < kCutSlices.size(); ++i) {
+      CAPTURE(name_of(type), sparse, moved, J, i);
+      const Sliced slice(kCutStarts, kCutSlices[i], moved ? kCutKeysMoved : Starts{});
+      Bench bench(31);
+      Problem got(bench, type, J, H, slice.documents(), kCutKeys);
+      got.q = whole(bench, type, got.q.shape), got.k = whole(bench, type, got.k.shape);  // of so many products none is nearly 0
+      for (std::int64_t x = 0; x < got.weights.count(); ++x)                             // scores of size 1
+        Bench::set(got.weights, x, Bench::get(got.weights, x) / std::sqrt(double(J * H)));
+      got.gradient_scale = 0.7;
+      got.dense_target(bench, 271);
+      if (sparse) got.list_all(bench, 275);
+      const Problem want = got.as(bench, DType::f64);
+      const double loss = got.on_cuda(bench);
+      const auto seen = seen_keys(got.documents(), kCutKeys);
+      CHECK(zero_where_unseen(got.dk, seen));
+      if (got.T == 0) {
+        CHECK(loss == 0);
+        continue;
+      }
+      CHECK(difference({loss}, {want.run(bench)}, 1e-4) == "");
+      Problem alone = got;
+      CHECK(alone.on_cuda(bench, false) == loss);
+      CHECK(gradient_error(got.dq, want.dq) == "");
+      CHECK(gradient_error(got.dk, want.dk) == "");
+      CHECK(difference(got.dweights, want.dweights, 2e-4) == "");
+    }
 }
 
 TEST_CASE("indexer loss on CUDA gives the same bits in 20 runs, and takes zero rows", "[ops][cuda]") {

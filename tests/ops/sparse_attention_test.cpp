@@ -14,6 +14,7 @@
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
 #include "tests/support/on_device.h"
+#include "tests/support/sliced.h"
 #include "tests/support/slope.h"
 #include "tests/support/tensors.h"
 
@@ -65,8 +66,16 @@ struct Problem {
     probability = bench.empty(real_of(type), {T, K});
     dq_latent = bench.empty(type, {T, N, C});
     dq = bench.empty(type, {T, N, Hq});
-    dlatent = bench.empty(type, {T, C});
-    dk_extra = bench.empty(type, {T, He});
+    dlatent = bench.empty(type, latent.shape);
+    dk_extra = bench.empty(type, k_extra.shape);
+  }
+  // The queries of some rows, over all keys.
+  Problem of(Bench& bench, const Sliced& slice) const {
+    Problem p = *this;
+    for (Tensor Problem::*t : {&Problem::q_latent, &Problem::q, &Problem::indices, &Problem::dout}) p.*t = slice.rows(bench, p.*t);
+    p.T = p.q.shape[0];
+    p.outputs(bench, q.dtype);
+    return p;
   }
   Problem as(Bench& bench, DType type) const {
     Problem p = *this;
@@ -453,6 +462,43 @@ TEST_CASE("sparse attention on CUDA is within rounding of the f64 reference", "[
   }
 }
 
+// Few slots and many, so that the sums over keys are made in each way; the slices' last but one has a slice without a token.
+TEST_CASE("sparse attention on CUDA of slices of sequences over the keys of all is within rounding of the f64 reference",
+          "[ops][cuda]") {
+  if (!cuda_device_here()) return;
+  for (const DeviceCase& c :
+       {DeviceCase{DType::f32, 3, 19, 5, 33, 29, kCutStarts}, DeviceCase{DType::bf16, 3, 19, 5, 33, 29, kCutStarts},
+        DeviceCase{DType::bf16, 20, 512, 64, 40, 30, kCutStarts}, DeviceCase{DType::bf16, 2, 512, 64, 300, 280, kCutStarts}}) {
+    Bench all(103);
+    Problem whole(all, c.type, c.N, c.C, c.He, scattered(all, c.starts, c.K, c.taken, 9));
+    whole.scale = 1 / std::sqrt(double(c.C + c.He));
+    for (std::size_t i = 0; i < kCutSlices.size(); ++i) {
+      CAPTURE(name_of(c.type), c.C, c.K, i);
+      Bench bench(113);
+      const Sliced slice(c.starts, kCutSlices[i]);
+      Problem got = whole.of(bench, slice), want = got.as(bench, DType::f64);
+      got.on_cuda(bench);
+      std::vector<bool> seen(std::size_t(whole.T), false);
+      for (const double s : values_of(got.indices))
+        if (s >= 0) seen[std::size_t(s)] = true;
+      CHECK((zero_where_unseen(got.dlatent, seen) && zero_where_unseen(got.dk_extra, seen)));
+      if (got.T == 0) continue;
+      want.forward(bench);
+      const bool narrow = c.type == DType::bf16;
+      const double stored = narrow ? 1e-2 : 5e-5;
+      CHECK(difference(got.o, want.o, stored) == "");
+      CHECK(difference(got.lse, want.lse, 2e-5) == "");
+      CHECK(difference(got.probability, want.probability, narrow ? 2e-4 : 5e-5) == "");
+      want.o = bench.as(DType::f64, got.o), want.lse = bench.as(DType::f64, got.lse);
+      want.backward(bench);
+      CHECK(difference(got.dq_latent, want.dq_latent, stored) == "");
+      CHECK(difference(got.whole_dq(bench).first, want.whole_dq(bench).first, stored) == "");
+      CHECK(difference(got.dlatent, want.dlatent, stored) == "");
+      CHECK(difference(got.dk_extra, want.dk_extra, stored) == "");
+    }
+  }
+}
+
 TEST_CASE("sparse attention on CUDA of rows without a position is zero, and nobody's key gets no gradient", "[ops][cuda]") {
   if (!cuda_device_here()) return;
   for (const auto& [type, N, C, He] : {std::tuple{DType::f32, std::int64_t(3), std::int64_t(7), std::int64_t(2)},
@@ -515,12 +561,7 @@ TEST_CASE("sparse attention of a slice of the queries over all keys is that of a
   const Tensor dlatent = bench.zeros(DType::f64, p.latent.shape), dk_extra = bench.zeros(DType::f64, p.k_extra.shape);
   for (const auto& [begin, end] : {std::pair<std::int64_t, std::int64_t>{0, 33}, {33, 33}, {33, 41}, {41, 90}}) {
     CAPTURE(begin, end);
-    Problem slice = p;
-    for (Tensor Problem::*t : {&Problem::q_latent, &Problem::q, &Problem::indices, &Problem::dout, &Problem::o, &Problem::lse,
-                               &Problem::probability, &Problem::dq_latent, &Problem::dq})
-      slice.*t = bench.copy((p.*t).rows(begin, end));
-    slice.dlatent = bench.empty(DType::f64, p.latent.shape);
-    slice.dk_extra = bench.empty(DType::f64, p.k_extra.shape);
+    const Problem slice = p.of(bench, Sliced(starts, begin, end));
     slice.forward(bench);
     slice.backward(bench);
     for (Tensor Problem::*t : {&Problem::o, &Problem::lse, &Problem::probability, &Problem::dq_latent})
