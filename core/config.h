@@ -198,7 +198,6 @@ struct Config {
     const bool cut = parallel.tensor_parallel > 1;
     return run.dtype == DType::f64                    ? "run.dtype fp64"
            : parallel.sequence_parallel > 1           ? "parallel.sequence_parallel"
-           : moe.capacity_factor > 0                  ? "moe.capacity_factor"
            : cut && model.dsa                         ? "parallel.tensor_parallel with dsa_config"
            : cut && moe.balance == Balance::auxiliary ? "parallel.tensor_parallel with moe.balance auxiliary"
                                                       : nullptr;

@@ -254,8 +254,6 @@ void check_paths(Findings& f, const std::vector<std::string>& paths, const std::
 void check_run(Findings& f, const Config& c) {
   f.require(c.run.dtype != DType::f64 || c.run.device != DeviceChoice::cuda, {"run.dtype", "run.device"},
             "fp64 runs on the CPU only");
-  f.require(c.moe.capacity_factor == 0 || c.run.device != DeviceChoice::cuda, {"moe.capacity_factor", "run.device"},
-            "capacity_factor " + number_text(c.moe.capacity_factor) + " runs on the CPU only");
   if (c.lora)
     f.require(c.lora->scale() >= std::numeric_limits<float>::min() && c.lora->scale() <= std::numeric_limits<float>::max(),
               {"lora.alpha", "lora.rank"},

@@ -309,8 +309,7 @@ void visit(V& v, LossConfig& c) {
 template <class V>
 void visit(V& v, MoeConfig& c) {
   v.key("capacity_factor", c.capacity_factor,
-        "rows that an expert takes at most in training, in multiples of the mean over a micro-batch of all ranks; on the CPU only; "
-        "0: no limit",
+        "rows that an expert takes at most in training, in multiples of the mean over a micro-batch of all ranks; 0: no limit",
         at_least(0));
   v.choice("overflow", c.overflow, {{"reroute", Overflow::reroute}, {"drop", Overflow::drop}},
            "what happens to rows past the capacity: the token's next-best expert with room, or nothing");

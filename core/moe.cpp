@@ -2,6 +2,7 @@
 #include "core/moe.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "core/projection.h"
 #include "ops/balance.h"
@@ -169,24 +170,26 @@ void Moe::balance_losses(Pass& pass, const Kept& k, ConstTensor chosen, Tensor l
                 ops::ZLoss{.logits = k.logits, .scale = moe.z_loss * pass.scales.per_token, .loss = loss, .dlogits = dlogits});
 }
 
-// Where every expert is here and rows are counted on a device, the host never learns the counts. Else they start for the host here,
-// and are waited for by plan_exchange.
+// Where every expert is here and rows are counted on a device, the host never learns the counts, unless slots may be dropped. Else
+// they start for the host here, and are waited for by plan_exchange.
 void Moe::sort(Pass& pass, Kept& k, ConstTensor experts, Tensor counts) const {
   auto& ctx = pass.ctx;
   k.slot_row = pass.kept.take(DType::i64, {pass.T(), K_});
   const bool stay = ctx.device() == Device::cuda && pass.exchange->ranks() == 1;
   const Tensor offsets = stay ? pass.kept.take(DType::i64, {E_ + 1}) : Tensor{};
   ops::sort_slots(ctx, ops::SortSlots{.experts = experts, .slot_row = k.slot_row, .counts = counts, .offsets = offsets});
-  if (stay)
-    k.plan = parallel::ExpertExchange::stay(offsets, pass.T() * K_);
-  else if (!ctx.dry())
-    pass.exchange->fetch(ctx, counts);
+  if (stay) k.plan = parallel::ExpertExchange::stay(offsets, pass.T() * K_);
+  if (!ctx.dry() && (!stay || pass.limits_experts())) pass.exchange->fetch(ctx, counts);
 }
 
 void Moe::plan_exchange(Pass& pass, Kept& k) const {
-  if (!k.plan.parts.empty()) return;
+  const bool stay = !k.plan.parts.empty();
+  if (stay && !pass.limits_experts()) return;
   if (!pass.ctx.dry()) {
-    k.plan = pass.exchange->plan(pass.ctx, pass.kept, pass.exchange->fetched());
+    const auto counts = pass.exchange->fetched(pass.everyone);
+    const std::int64_t rows = std::accumulate(counts.begin(), counts.end(), std::int64_t(0));  // fewer where slots were dropped
+    k.plan = stay ? parallel::ExpertExchange::stay(k.plan.parts[0].device_offsets, rows)
+                  : pass.exchange->plan(pass.ctx, pass.kept, counts);
     return;
   }
   const std::int64_t slots = pass.T() * K_;

@@ -17,6 +17,7 @@
 //   key(c) = floor(c / kScoreStep + 1/2) + 2^31, inside four bytes
 //
 // A score is computed as ops/router does. Nothing aliases. Integers but for scores: bitwise repeatable for any number of threads.
+// On CUDA as in ops/router: f32 and at most 1024 experts, whose numbers are not checked.
 #pragma once
 #include "ops/router.h"
 
@@ -84,6 +85,18 @@ struct TakeOffers {
   ConstTensor last;    // (n) i64, a key
   ConstTensor ties;    // (n) i64
   Tensor experts;      // (T, K) i32; of the offers that are not taken: written
+  struct Scratch {
+    Tensor tied;     // (T, K) i32, the row of an offer whose key is the last, else -1
+    Tensor place;    // (T, K) i64, of that offer among those of its row,
+    Tensor counts;   // (n) i64, which are so many
+    Tensor offsets;  // (n+1) i64, and begin there
+  };
+  Scratch take_scratch(Context& ctx) const {  // of the CUDA backend
+    if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
+    const std::int64_t n = last.count();
+    return {ctx.scratch.take(DType::i32, experts.shape), ctx.scratch.take(DType::i64, experts.shape),
+            ctx.scratch.take(DType::i64, {n}), ctx.scratch.take(DType::i64, {n + 1})};
+  }
   void check_shapes() const {
     check_offers(experts, scores, "take_offers: experts and scores are not (T, K) i32 and real");
     check(chosen.shape == experts.shape && chosen.dtype == DType::i32, "take_offers: chosen is not (T, K) i32 of the experts",
@@ -99,15 +112,32 @@ void offer_slots(Context&, const OfferSlots&);
 void offer_histogram(Context&, const OfferHistogram&);
 void take_offers(Context&, const TakeOffers&);
 }  // namespace cpu
+namespace cuda {
+void offer_slots(Context&, const OfferSlots&);
+void offer_histogram(Context&, const OfferHistogram&);
+void take_offers(Context&, const TakeOffers&);
+}  // namespace cuda
 
 inline void offer_slots(Context& ctx, const OfferSlots& a) {
-  dispatch(ctx, "offer_slots forward", a, [&] { cpu::offer_slots(ctx, a); });
+  dispatch(
+      ctx, "offer_slots forward", a, [&] { cpu::offer_slots(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::offer_slots(ctx, a);
+      });
 }
 inline void offer_histogram(Context& ctx, const OfferHistogram& a) {
-  dispatch(ctx, "offer_histogram forward", a, [&] { cpu::offer_histogram(ctx, a); });
+  dispatch(
+      ctx, "offer_histogram forward", a, [&] { cpu::offer_histogram(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::offer_histogram(ctx, a);
+      });
 }
 inline void take_offers(Context& ctx, const TakeOffers& a) {
-  dispatch(ctx, "take_offers forward", a, [&] { cpu::take_offers(ctx, a); });
+  dispatch(
+      ctx, "take_offers forward", a, [&] { cpu::take_offers(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::take_offers(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

@@ -3,7 +3,7 @@
 // Slot (t, k) is the k-th expert of token t. Sorted by expert, and within an expert by (t, k), slots become rows: expert e owns the
 // counts[e] rows after those of the experts below it. counts, and not a padded block, bound an expert; it may own none. A dropped
 // slot (its expert is negative, ops/router.h) has no row: slot_row is -1, spread copies and collect adds nothing for it, its
-// dweights are 0, and rows past those of all experts are neither read nor written. CUDA takes no dropped slots.
+// dweights are 0, and rows past those of all experts are neither read nor written.
 //
 //   spread:   rows[slot_row[t,k]] = x[t]
 //   collect:  y[t] = (or +=) sum_k weights[t,k] rows[slot_row[t,k]]                                   k ascending

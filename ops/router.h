@@ -7,7 +7,7 @@
 //   cutoff[t]    = the (K+1)-th largest c of the kept groups; -infinity when they hold only K experts
 //   n[t]         = sum_k s[t,experts[t,k]] + 1e-20        (renormalize; k ascending)
 //   weights[t,k] = scaling * s[t,experts[t,k]] / n[t]     (else scaling * s[t,experts[t,k]])
-// A decided choice may have dropped slots (but on CUDA): experts[t,k] = ~e of an expert e whose places were taken (ops/capacity.h).
+// A decided choice may have dropped slots: experts[t,k] = ~e of an expert e whose places were taken (ops/capacity.h).
 // Such a slot has weight 0, and e still counts in n: the others weigh what they would have, and a token loses the dropped share.
 // Below, dweights of a dropped slot are 0.
 //

@@ -6,6 +6,8 @@
 #include <numeric>
 #include <vector>
 
+#include "memory/stream.h"
+
 namespace moetrain::parallel {
 namespace {
 
@@ -41,11 +43,11 @@ class Places {
     return offers_;
   }
 
-  // The experts take as many offers as they have room, the best.
+  // The experts take as many offers as they have room, the best. On Device::dry, which counts scratch, all have to choose.
   void take(const Counts& room) {
     Counts row_of(std::size_t(E_), -1), wanted;
     for (std::size_t e = 0; e < row_of.size(); ++e)
-      if (offers_[e] > room[e]) {
+      if (offers_[e] > room[e] || ctx_.dry()) {
         row_of[e] = std::int64_t(wanted.size());
         wanted.push_back(room[e]);
       }
@@ -101,7 +103,14 @@ class Places {
   void put(Tensor there, const Counts& here) const {
     if (!ctx_.dry()) copy_to_device(ctx_.device(), there.data, here.data(), there.bytes());
   }
+  // A copy waits for the device, and would wait for ever for a peer that is gone.
   void get(Counts& here, ConstTensor there) const {
+    if constexpr (kHasCuda)
+      if (ctx_.device() == Device::cuda) {
+        cuda::Event written;
+        written.record(ctx_.stream);
+        control_.wait_until([&] { return written.reached(); });
+      }
     if (!ctx_.dry()) copy_to_host(ctx_.device(), here.data(), there.data, there.bytes());
   }
   void sum(Counts& counts) const {

@@ -59,10 +59,10 @@ void ExpertExchange::fetch(const ops::Context& ctx, ConstTensor counts) {
   on_host_.assign(counts.as<std::int64_t>(), counts.as<std::int64_t>() + counts.count());
 }
 
-std::span<const std::int64_t> ExpertExchange::fetched() {
+std::span<const std::int64_t> ExpertExchange::fetched(Communicator& everyone) {
   if constexpr (kHasCuda)
     if (link_) {
-      group_.wait_until([&] { return link_->arrived(); });
+      (group_.size() > 1 ? group_ : everyone).wait_until([&] { return link_->arrived(); });
       return {static_cast<const std::int64_t*>(link_->fetched()), std::size_t(experts_)};
     }
   return on_host_;

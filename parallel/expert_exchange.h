@@ -46,7 +46,8 @@ class ExpertExchange {
 
   // counts (E) i64, where `ctx` works: on their way to the host, while a device goes on. They may not change before fetched().
   void fetch(const ops::Context& ctx, ConstTensor counts);
-  std::span<const std::int64_t> fetched();
+  // everyone: the ranks that the device's earlier work may wait for.
+  std::span<const std::int64_t> fetched(Communicator& everyone);
   // Collective. counts (E): rows here for each expert. What a plan holds on the device is taken from `kept`. On Device::dry counts are
   // taken as given, and `dry_rows` arrive, at least those from here; 0: as if every rank had these counts.
   ExchangePlan plan(ops::Context& ctx, Stack& kept, std::span<const std::int64_t> counts, std::int64_t dry_rows = 0);

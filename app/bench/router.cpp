@@ -1,8 +1,11 @@
-// router.cpp -- the choice of experts, its gradient, and what balancing sees of it.
+// router.cpp -- the choice of experts, its gradient, what balancing sees of it, and a round of offers where places are few.
 #include "ops/router.h"
+
+#include <numeric>
 
 #include "app/bench/bench.h"
 #include "ops/balance.h"
+#include "ops/capacity.h"
 
 namespace moetrain::app {
 
@@ -33,6 +36,43 @@ void bench_router(const Ceilings& ceilings, const Report& report) {
     report(b.time("auxiliary_loss", shape, 0, 3 * scores + 4 * slots, [&] {
       ops::auxiliary_loss(
           ctx, {.logits = logits, .experts = experts, .groups = whole, .counts = {}, .scale = 1, .loss = loss, .dlogits = dlogits});
+    }));
+
+    std::vector<std::int64_t> every(std::size_t(E), 0);
+    const Tensor key_of_one = b.of(std::vector<std::int64_t>(std::size_t(E), 0x80010000), {E}), none = b.of(every, {E}),
+                 offered = b.empty(DType::i32, {T, K}), scores_offered = b.empty(DType::f32, {T, K}),
+                 of_keys = b.empty(DType::i64, {E, ops::kKeyBins}), room = b.of(std::vector<std::int64_t>(std::size_t(E), T), {E});
+    std::iota(every.begin(), every.end(), 0);
+    const Tensor row_of = b.of(every, {E});
+    ops::OfferSlots offer{.logits = logits,
+                          .bias = bias,
+                          .rule = {},
+                          .chosen = experts,
+                          .room = {},
+                          .experts = offered,
+                          .scores = scores_offered,
+                          .counts = b.empty(DType::i64, {E})};
+    const auto take = [&] {
+      offer.room = {};
+      ops::offer_slots(ctx, offer);
+      ops::offer_histogram(ctx, {.experts = offered,
+                                 .scores = scores_offered,
+                                 .row_of = row_of,
+                                 .leading = none,
+                                 .known = 0,
+                                 .histogram = of_keys});
+      ops::take_offers(ctx, {.chosen = experts,
+                             .scores = scores_offered,
+                             .row_of = row_of,
+                             .last = key_of_one,
+                             .ties = none,
+                             .experts = offered});
+    };
+    report(b.time("offer_slots, offer_histogram, take_offers", shape, 0, 40 * slots, take));
+    report(b.time("those and offer_slots of dropped ones", shape, 0, scores + 48 * slots, [&] {
+      take();
+      offer.room = room;
+      ops::offer_slots(ctx, offer);
     }));
   }
 }

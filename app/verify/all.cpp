@@ -23,6 +23,7 @@ void verify_all(const Verification& v) {
   verify_glu(v);
   if (any_layer([&](std::int64_t layer) { return m.moe_layer(layer); })) {
     verify_router(v);
+    if (v.config.moe.capacity_factor > 0) verify_capacity(v);
     verify_permute(v);
     verify_grouped_linear(v);
     verify_balance(v);

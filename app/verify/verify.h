@@ -13,6 +13,7 @@ void verify_attention(const Verification&);
 void verify_sparse_attention(const Verification&);
 void verify_indexer(const Verification&);
 void verify_router(const Verification&);
+void verify_capacity(const Verification&);
 void verify_permute(const Verification&);
 void verify_grouped_linear(const Verification&);
 void verify_glu(const Verification&);

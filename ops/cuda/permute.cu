@@ -32,7 +32,8 @@ __global__ void sort_slots_count_kernel(const std::int32_t* __restrict__ experts
   for (std::int64_t e = threadIdx.x; e < E; e += kThreads) count[e] = 0;
   __syncthreads();  // waits for the zeros
   const std::int64_t begin = std::int64_t(blockIdx.x) * kWarps * run, end = min(slots, begin + kWarps * run);
-  for (std::int64_t i = begin + threadIdx.x; i < end; i += kThreads) atomicAdd(&count[experts[i]], 1);
+  for (std::int64_t i = begin + threadIdx.x; i < end; i += kThreads)
+    if (const int e = experts[i]; e >= 0) atomicAdd(&count[e], 1);
   __syncthreads();  // waits for every count
   for (std::int64_t e = threadIdx.x; e < E; e += kThreads) in_tile[e * gridDim.x + blockIdx.x] = count[e];
 }
@@ -71,7 +72,7 @@ __global__ void sort_slots_offsets_kernel(const std::int64_t* __restrict__ count
 }
 
 // Walks the run of a warp, 32 slots a step in their order, and moves the warp's counter of each slot's expert past it; with kPlace
-// the counters are rows, and slot_row is written.
+// the counters are rows, and slot_row is written: -1 for a dropped slot.
 template <bool kPlace>
 __device__ void for_run(const std::int32_t* __restrict__ experts, std::int64_t slots, std::int64_t run, int* counters,
                         std::int64_t* __restrict__ slot_row) {
@@ -84,7 +85,7 @@ __device__ void for_run(const std::int32_t* __restrict__ experts, std::int64_t s
     const int below = __popc(peers & ((1U << lane) - 1)), count = expert >= 0 ? counters[expert] : 0;
     __syncwarp();  // waits for the readers of the counters
     if (expert >= 0 && below == 0) counters[expert] = count + __popc(peers);
-    if (kPlace && expert >= 0) slot_row[i] = count + below;
+    if (kPlace && i < slots) slot_row[i] = expert >= 0 ? count + below : -1;
     __syncwarp();  // waits for the counters of this step
   }
 }
@@ -120,7 +121,8 @@ __global__ void spread_rows_kernel(const Unit* __restrict__ x, const std::int64_
 #pragma unroll 2
   for (std::int64_t i = threadIdx.x; i < units; i += blockDim.x) {
     const Unit value = x[t * units + i];
-    for (std::int64_t k = 0; k < K; ++k) rows[slot_row[t * K + k] * units + i] = value;
+    for (std::int64_t k = 0; k < K; ++k)
+      if (const std::int64_t row = slot_row[t * K + k]; row >= 0) rows[row * units + i] = value;
   }
 }
 
@@ -135,9 +137,11 @@ __global__ void collect_rows_kernel(const X* __restrict__ rows, const std::int64
     Floats<kCount> sum{};
 #pragma unroll 8
     for (std::int64_t k = 0; k < K; ++k) {
-      const auto row = load_floats<kCount>(rows + slot_row[t * K + k] * D + d);
-      const float w = weights ? weights[t * K + k] : 1.0F;
-      for (int i = 0; i < kCount; ++i) sum.at[i] += w * row.at[i];
+      const std::int64_t at = slot_row[t * K + k];
+      Pack<X, kCount> row{};  // zeros where there is none: loads of several slots stay under way at once
+      float w = 0;
+      if (at >= 0) row = load<kCount>(rows + at * D + d), w = weights ? weights[t * K + k] : 1.0F;
+      for (int i = 0; i < kCount; ++i) sum.at[i] += w * to_float(row.at[i]);
     }
     if (add) {
       const auto old = load_floats<kCount>(y + t * D + d);

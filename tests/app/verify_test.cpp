@@ -28,6 +28,7 @@ core::Config job(DType dtype, bool sparse) {
   c.parallel.expert_parallel = sparse ? 2 : 1;
   c.moe.balance = sparse ? core::Balance::quantile : core::Balance::auxiliary;
   c.moe.z_loss = sparse ? 0 : 1e-3;
+  c.moe.capacity_factor = sparse ? 1 : 0;
   c.model.dsa = core::IndexerConfig{.index_n_heads = 2, .index_head_dim = 5, .index_topk = 16};
   c.model.q_lora_rank = 14;
   c.loss.indexer_stage = sparse ? core::IndexerStage::sparse : core::IndexerStage::dense;

@@ -17,7 +17,7 @@ namespace {
 
 struct Curve {
   std::vector<double> losses, norms, balance, indexer;
-  std::vector<std::int64_t> expert_tokens;
+  std::vector<std::int64_t> expert_tokens, limited;  // limited: slots rerouted, dropped, and rows that were worked on
   double held_out = 0;
 };
 
@@ -34,6 +34,8 @@ Curve run(const core::Config& c, Device device, int steps, NextBatches&& next) {
     curve.balance.push_back(r.balance_loss.value_or(0));
     curve.indexer.push_back(r.indexer_loss.value_or(0));
     curve.expert_tokens.insert(curve.expert_tokens.end(), r.expert_tokens.begin(), r.expert_tokens.end());
+    curve.limited.insert(curve.limited.end(), {r.rerouted, r.dropped});
+    curve.limited.insert(curve.limited.end(), r.rank_rows.begin(), r.rank_rows.end());
     if (s + 1 == steps) curve.held_out = *t.evaluate(batches);
   }
   return curve;

@@ -258,12 +258,15 @@ TEST_CASE("sort_slots on CUDA places every slot as the CPU does", "[ops][cuda]")
   struct Size {
     std::int64_t T, K, E;
   };
-  const bool all_to_one = GENERATE(false, true);
+  const bool all_to_one = GENERATE(false, true), dropped = GENERATE(false, true);
   for (const auto [T, K, E] : {Size{1, 1, 1}, Size{0, 3, 4}, Size{13, 3, 7}, Size{101, 4, 200}, Size{4096, 1, 3}, Size{4097, 1, 64},
                                Size{2500, 16, 896}, Size{40001, 8, 1024}}) {
-    CAPTURE(T, K, E, all_to_one);
+    CAPTURE(T, K, E, all_to_one, dropped);
     Bench b;
-    const auto s = sorted(b, T, K, E, [&, n = E](auto t, auto k) { return all_to_one ? n / 2 : scattered(t, k, n); });
+    const auto s = sorted(b, T, K, E, [&, n = E](auto t, auto k) {
+      const std::int64_t e = all_to_one ? n / 2 : scattered(t, k, n);
+      return dropped && ((t + k) % 3 == 0 || (t > 1000 && t < 2200)) ? ~e : e;  // here and there, and long runs of them
+    });
     test::DeviceBench d;
     const auto experts = d.copy(s.experts), slot_row = d.empty(DType::i64, {T, K}), counts = d.empty(DType::i64, {E}),
                offsets = d.empty(DType::i64, {E + 1});
@@ -329,5 +332,62 @@ TEST_CASE("rows on CUDA are spread, moved, collected and given their gradients a
     for (std::size_t i = 3; i < 6; ++i) CHECK(difference(got[i], want[i], bound) == "");
     CHECK(difference(got[7], want[7], bound) == "");
     CHECK(difference(got[6], want[6], 1e-6) == "");
+  }
+}
+
+TEST_CASE("dropped slots on CUDA have no row: what lies past the last one is neither read nor written", "[ops][cuda]") {
+  if (!test::cuda_device_here()) return;
+  struct Size {
+    std::int64_t T, K, D;
+  };
+  const auto dtype = GENERATE(DType::f32, DType::bf16);
+  for (const auto [T, K, D] : {Size{1, 1, 1}, Size{33, 5, 277}, Size{257, 8, 128}, Size{100, 16, 1032}, Size{19, 3, 7168}}) {
+    CAPTURE(int(dtype), T, K, D);
+    Bench b(8);
+    const auto s = sorted(b, T, K, 6, [n = K](auto t, auto k) {  // here and there, all of every seventh token, all there are of one
+      const std::int64_t e = scattered(t, k, 6);
+      return (t * n + k) % 3 == 0 || t % 7 == 6 ? ~e : e;
+    });
+    std::int64_t R = 0;
+    for (const double n : test::values_of(s.counts)) R += std::int64_t(n);
+    REQUIRE(R < T * K);
+    const auto x = b.normal(dtype, {T, D}), dy = b.normal(dtype, {T, D}), weights = b.uniform(DType::f32, {T, K}, 0, 1),
+               rows = b.empty(dtype, {T * K, D});  // NaN past R
+    for (std::int64_t i = 0; i < R * D; ++i) Bench::set(rows, i, ops::normal(5, 2, std::uint64_t(i)));
+    const auto run = [&](ops::Context& ctx, auto take, auto empty, DType type) {
+      const auto real = real_of(type);
+      const auto slot_row = take(s.slot_row, DType::i64), in = take(rows, type), w = take(weights, real), g = take(dy, type);
+      const std::vector<Tensor> out{empty(type, {T * K, D}), empty(type, {T, D}), empty(type, {T, D}), take(dy, type),
+                                    empty(type, {T * K, D}), empty(real, {T, K}), take(rows, type),    empty(real, {T, K})};
+      ops::spread_rows(ctx, ops::SpreadRows{.x = take(x, type), .slot_row = slot_row, .rows = out[0]});
+      ops::collect_rows(ctx, ops::CollectRows{.rows = in, .slot_row = slot_row, .weights = w, .y = out[1]});
+      ops::collect_rows(ctx, ops::CollectRows{.rows = in, .slot_row = slot_row, .y = out[2]});
+      ops::collect_rows(ctx, ops::CollectRows{.rows = in, .slot_row = slot_row, .weights = w, .y = out[3], .add = true});
+      ops::collect_rows(ctx, ops::CollectRowsBackward{
+                                 .dy = g, .rows = in, .slot_row = slot_row, .weights = w, .drows = out[4], .dweights = out[5]});
+      ops::collect_rows(ctx, ops::CollectRowsBackward{
+                                 .dy = g, .rows = out[6], .slot_row = slot_row, .weights = w, .drows = out[6], .dweights = out[7]});
+      return out;
+    };
+    test::DeviceBench d;
+    const auto there = run(
+        d.context(), [&](ConstTensor t, DType) { return d.copy(t); }, [&](DType type, Shape shape) { return d.empty(type, shape); },
+        dtype);
+    const auto want = run(
+        b.context(), [&](ConstTensor t, DType type) { return b.as(type, t); },
+        [&](DType type, Shape shape) { return b.empty(type, shape); }, DType::f64);
+    CHECK(d.guards_hold());
+    std::vector<Tensor> got;
+    for (const auto& t : there) got.push_back(d.to_host(b, t));
+    const double bound = dtype == DType::bf16 ? 4e-3 : 1e-6;
+    for (const std::size_t i : {0, 4, 6}) {
+      bool past_is_nan = true;
+      for (std::int64_t n = R * D; n < T * K * D; ++n) past_is_nan &= std::isnan(Bench::get(got[i], n));
+      CHECK(past_is_nan);
+      if (R > 0) CHECK(difference(got[i].rows(0, R), want[i].rows(0, R), i == 0 ? 0 : bound) == "");
+    }
+    for (const std::size_t i : {1, 2, 3}) CHECK(difference(got[i], want[i], bound, R > 0 ? 0 : 1e-9) == "");
+    CHECK(difference(got[5], want[5], 1e-5, R > 0 ? 0 : 1e-9) == "");
+    CHECK(test::values_of(got[7]) == test::values_of(got[5]));
   }
 }

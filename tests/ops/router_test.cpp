@@ -328,5 +328,27 @@ TEST_CASE("router on CUDA chooses as the CPU does, ties included, and weighs wit
       CHECK((cut == wanted || std::abs(cut - wanted) < 1e-6));
     }
     CHECK(difference(got[4], want[4], 1e-5, 1e-6) == "");  // one expert in all has a renormalised weight without slope
+
+    // Every third slot is dropped, and all of a token.
+    const auto dropped = b.filled(DType::i32, {c.T, c.K}, [&](std::int64_t i) {
+      const auto e = std::int32_t(Bench::get(want[0], i));
+      return double(i % 3 == 1 || i / c.K == 6 ? ~e : e);
+    });
+    const auto again = [&](ops::Context& ctx, auto take, Tensor experts, Tensor weights, Tensor dlogits) {
+      const auto x = take(logits);
+      ops::router(
+          ctx, ops::RouterForward{.logits = x, .bias = {}, .rule = rule, .decided = true, .experts = experts, .weights = weights});
+      ops::router(ctx, ops::RouterBackward{
+                           .dweights = take(dweights), .logits = x, .experts = experts, .rule = rule, .dlogits = dlogits});
+    };
+    again(d.context(), [&](ConstTensor t) { return d.copy(t); }, d.copy(dropped), there[1], there[4]);
+    again(b.context(), [&](ConstTensor t) { return b.as(DType::f64, t); }, dropped, want[1], want[4]);
+    const auto weights = d.to_host(b, there[1]), dlogits = d.to_host(b, there[4]);
+    CHECK(difference(weights, want[1], 1e-5) == "");
+    CHECK(difference(dlogits, want[4], 1e-5, 1e-6) == "");
+    bool weigh_nothing = true;
+    for (std::int64_t i = 0; i < c.T * c.K; ++i) weigh_nothing &= Bench::get(dropped, i) >= 0 || Bench::get(weights, i) == 0;
+    CHECK(weigh_nothing);
+    CHECK(d.guards_hold());
   }
 }

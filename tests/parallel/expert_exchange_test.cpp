@@ -15,7 +15,7 @@ TEST_CASE("with one rank rows are in their place, in one part", "[parallel][cpu]
   const auto group = solo();
   ExpertExchange exchange(*group, *group, 3, 2);
   exchange.fetch(bench.context(), bench.of(DType::i64, {3}, {2, 0, 1}));
-  const ExchangePlan plan = exchange.plan(bench.context(), kept, exchange.fetched());
+  const ExchangePlan plan = exchange.plan(bench.context(), kept, exchange.fetched(*group));
   REQUIRE(plan.parts.size() == 1);
   CHECK(plan.parts[0].offsets == std::vector<std::int64_t>{0, 2, 2, 3});
   CHECK(plan.parts[0].last_expert == 3);
