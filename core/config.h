@@ -194,14 +194,7 @@ struct Config {
   MonitorConfig monitor;
 
   // What of this job has no CUDA backend; null: it runs on either.
-  const char* cpu_only() const {
-    const bool cut = parallel.tensor_parallel > 1;
-    return run.dtype == DType::f64                    ? "run.dtype fp64"
-           : parallel.sequence_parallel > 1           ? "parallel.sequence_parallel"
-           : cut && model.dsa                         ? "parallel.tensor_parallel with dsa_config"
-           : cut && moe.balance == Balance::auxiliary ? "parallel.tensor_parallel with moe.balance auxiliary"
-                                                      : nullptr;
-  }
+  const char* cpu_only() const { return run.dtype == DType::f64 ? "run.dtype fp64" : nullptr; }
   std::int64_t sequences_per_step() const { return std::int64_t(parallel.data_parallel) * parallel.expert_parallel * training.micro_batch_size * training.gradient_accumulation; }
 };
 

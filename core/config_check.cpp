@@ -235,13 +235,6 @@ void check_tensor_cut(Findings& f, const Config& c) {
   if (any_dense) reached("intermediate_size", m.intermediate_size);
   if (m.num_experts > 0 && m.num_shared_experts > 0)
     reached("moe_intermediate_size", m.num_shared_experts * m.moe_intermediate_size);
-  f.require(!m.dsa || c.run.device != DeviceChoice::cuda, {"parallel.tensor_parallel", "model.dsa_config", "run.device"},
-            "tensor_parallel " + text(ranks) +
-                " with dsa_config needs run.device cpu: on a GPU the indexer takes no keys of other ranks");
-  f.require(c.moe.balance != Balance::auxiliary || c.run.device != DeviceChoice::cuda,
-            {"parallel.tensor_parallel", "moe.balance", "run.device"},
-            "tensor_parallel " + text(ranks) +
-                " with balance auxiliary needs run.device cpu: on a GPU the loss takes no counts of other ranks");
 }
 
 void check_paths(Findings& f, const std::vector<std::string>& paths, const std::string& key) {
@@ -283,9 +276,6 @@ void check_run(Findings& f, const Config& c) {
   f.require(slices == 1 || c.moe.capacity_factor == 0, {"parallel.sequence_parallel", "moe.capacity_factor"},
             "sequence_parallel " + text(slices) + " with capacity_factor " + number_text(c.moe.capacity_factor) +
                 ": places of experts are given in the order of whole sequences");
-  f.require(slices == 1 || c.run.device != DeviceChoice::cuda, {"parallel.sequence_parallel", "run.device"},
-            "sequence_parallel " + text(slices) + " needs run.device cpu: on a GPU the delta rule takes no state and no inputs from the "
-            "rank before, and attention no keys of other ranks");
   f.require(c.data.sequence_length <= c.model.max_position_embeddings, {"data.sequence_length", "model.max_position_embeddings"},
             "sequence_length " + text(c.data.sequence_length) + " is more than max_position_embeddings " +
                 text(c.model.max_position_embeddings));

@@ -98,18 +98,25 @@ TEST_CASE("two ranks on GPUs have the f32 losses and norms of one, for every sha
   }
 }
 
-TEST_CASE("two ranks on GPUs that cut matrices have the f32 losses and norms of one", "[cuda]") {
+TEST_CASE("two ranks on GPUs that cut sequences or matrices have the f32 losses and norms of one", "[cuda]") {
   if (!two_ranks_on_devices()) return;
   core::Config c = tiny_config();
   c.run.dtype = DType::f32;
   c.optimizer.lr = 1e-3;
-  c.moe.balance = core::Balance::quantile;
+  c.moe.balance = GENERATE(core::Balance::quantile, core::Balance::auxiliary);
   c.model.num_experts_per_token = c.model.num_experts;
-  c.model.dsa.reset();
+  const bool dense = GENERATE(false, true);
+  CAPTURE(dense, int(c.moe.balance));
+  if (dense)
+    c.model.dsa.reset();
+  else
+    c.model.dsa->index_topk = c.data.sequence_length;
   constexpr int kSteps = 5;
   const Curve one = run(c, {.name = "one"}, parallel::solo(), kSteps);
   for (const Layout& l :
-       {Layout{.name = "tensor 2", .tensor = 2},
+       {Layout{.name = "sequence 2", .sequence = 2},
+        Layout{.name = "sequence 2, none, recomputed", .sequence = 2, .sharding = Sharding::none, .recompute = true},
+        Layout{.name = "tensor 2", .tensor = 2},
         Layout{.name = "tensor 2, none, recomputed", .tensor = 2, .sharding = Sharding::none, .recompute = true}}) {
     CAPTURE(l.name);
     const Curve two = run(c, l, parallel::mpi_world(), kSteps);
