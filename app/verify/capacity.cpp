@@ -66,7 +66,7 @@ void verify_capacity(const Verification& v) {
                                                .counts = sums});
     return offered(c, s);
   };
-  std::vector<std::int64_t> wanted(std::size_t(E), 0), row_of(std::size_t(E));
+  std::vector<std::int64_t> wanted(std::size_t(E), 0), row_of(std::size_t(E), 0);
   for (const std::int32_t e : choice) ++wanted[std::size_t(e)];
   for (std::size_t e = 0; e < row_of.size(); ++e) row_of[e] = std::int64_t(e);
 
@@ -80,7 +80,7 @@ void verify_capacity(const Verification& v) {
   std::vector<std::vector<std::int64_t>> keys(static_cast<std::size_t>(E));
   for (std::size_t i = 0; i < choice.size(); ++i)
     keys[std::size_t(choice[i])].push_back(std::int64_t(std::floor(all.as<double>()[i] / ops::kScoreStep + 0.5)) + (1LL << 31));
-  std::vector<std::int64_t> last(std::size_t(E), 0), ties(std::size_t(E), 0), room(std::size_t(E)), leading(std::size_t(E));
+  std::vector<std::int64_t> last(std::size_t(E), 0), ties(std::size_t(E), 0), room(std::size_t(E), 0), leading(std::size_t(E), 0);
   for (std::size_t e = 0; e < keys.size(); ++e) {
     std::sort(keys[e].begin(), keys[e].end(), std::greater<>());
     const std::int64_t taken = std::min(places, wanted[e]);
