@@ -164,24 +164,23 @@ __global__ void place_runs_kernel(const std::int64_t* __restrict__ begins, const
   to[r] = places[low] + r - begins[low];
 }
 
-// grid (ceil(T / blockDim.y)), block (threads_for_rows): a pack of dy is read once and written to its K rows
+// grid (ceil(T K / kWarps)), block (kThreads), a warp a slot
 template <class X, int kCount>
 __global__ void collect_rows_backward_kernel(const X* __restrict__ dy, const std::int64_t* __restrict__ slot_row,
-                                             const float* __restrict__ weights, X* __restrict__ drows, std::int64_t T, std::int64_t K,
-                                             std::int64_t D) {
-  const std::int64_t t = std::int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (t >= T) return;
-#pragma unroll 2
-  for (std::int64_t d = std::int64_t(threadIdx.x) * kCount; d < D; d += std::int64_t(blockDim.x) * kCount) {
-    const auto value = load_floats<kCount>(dy + t * D + d);
-    for (std::int64_t k = 0; k < K; ++k) {
-      const std::int64_t row = slot_row[t * K + k];
-      if (row < 0) continue;
-      const float w = weights[t * K + k];
-      Floats<kCount> drow;
-      for (int i = 0; i < kCount; ++i) drow.at[i] = w * value.at[i];
-      store_floats<kCount>(drows + row * D + d, drow);
-    }
+                                             const float* __restrict__ weights, X* __restrict__ drows, std::int64_t slots,
+                                             std::int64_t K, std::int64_t D) {
+  const std::int64_t slot = std::int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (slot >= slots) return;
+  const std::int64_t row = slot_row[slot];
+  if (row < 0) return;
+  const float w = weights[slot];
+  const X* from = dy + slot / K * D;
+  X* to = drows + row * D;
+#pragma unroll 4
+  for (std::int64_t d = threadIdx.x % kWarp * kCount; d < D; d += kWarp * kCount) {
+    auto x = load_floats<kCount>(from + d);
+    for (int i = 0; i < kCount; ++i) x.at[i] *= w;
+    store_floats<kCount>(to + d, x);
   }
 }
 
@@ -204,10 +203,9 @@ void collect(Context& ctx, const CollectRows& a) {
 
 template <class X, int kCount>
 void collect_backward(Context& ctx, const CollectRowsBackward& a) {
-  const std::int64_t T = a.dy.shape[0], D = a.dy.shape[1], K = a.slot_row.shape[1];
-  const dim3 threads = threads_for_rows((D + kCount - 1) / kCount);
-  launch(ctx, collect_rows_backward_kernel<device_t<X>, kCount>, {blocks(T, threads.y), threads}, device_pointer<X>(a.dy),
-         a.slot_row.as<std::int64_t>(), a.weights.as<float>(), device_pointer<X>(a.drows), T, K, D);
+  const std::int64_t D = a.dy.shape[1], K = a.slot_row.shape[1], slots = a.slot_row.count();
+  launch(ctx, collect_rows_backward_kernel<device_t<X>, kCount>, {blocks(slots, kWarps), kThreads}, device_pointer<X>(a.dy),
+         a.slot_row.as<std::int64_t>(), a.weights.as<float>(), device_pointer<X>(a.drows), slots, K, D);
 }
 
 }  // namespace
