@@ -106,7 +106,7 @@ void KdaAttentionBackward::check_shapes() const {
 
 std::int64_t KdaAttention::slots() const { return T() / kKdaChunk + documents.count(); }
 
-KdaTiles::KdaTiles(Stack& scratch, const KdaAttention& x, bool backward) : slots(x.slots()), width(x.H() <= 32 ? 32 : 128) {
+KdaTiles::KdaTiles(Stack& scratch, const KdaAttention& x, For pass) : slots(x.slots()), width(x.H() <= 32 ? 32 : 128) {
   const auto N = x.N(), P = x.P();
   const auto storage = x.q_in.dtype;
   const Shape by_row{slots, N, kKdaChunk, width}, columns{slots, N, width, kKdaChunk}, pairs{slots, N, kKdaChunk, kKdaChunk},
@@ -115,11 +115,12 @@ KdaTiles::KdaTiles(Stack& scratch, const KdaAttention& x, bool backward) : slots
   u = scratch.take(storage, columns);
   p = scratch.take(storage, pairs);
   decay = scratch.take(DType::f32, {slots, N, width});
-  if (!backward) return;
+  if (pass == For::forward) return;
+  do_ = scratch.take(storage, columns);
+  if (pass == For::map_backward) return;
   t = scratch.take(storage, pairs);
   s = scratch.take(storage, square);
   ds = scratch.take(storage, square);
-  do_ = scratch.take(storage, columns);
   dr = scratch.take(storage, columns);
   rows = scratch.take(DType::f32, {slots, N, 4, kKdaChunk});
   const Shape reals{slots, N, kKdaChunk, width};
@@ -135,10 +136,16 @@ KdaTiles::KdaTiles(Stack& scratch, const KdaAttention& x, bool backward) : slots
 }
 
 void KdaAttentionForward::take_scratch(Context& ctx) const {
-  if (ctx.plans_for == Device::cuda) KdaTiles(ctx.scratch, x, false);
+  if (ctx.plans_for == Device::cuda) KdaTiles(ctx.scratch, x, KdaTiles::For::forward);
 }
 void KdaAttentionBackward::take_scratch(Context& ctx) const {
-  if (ctx.plans_for == Device::cuda) KdaTiles(ctx.scratch, x, true);
+  if (ctx.plans_for == Device::cuda) KdaTiles(ctx.scratch, x, KdaTiles::For::backward);
+}
+void KdaAttentionMap::take_scratch(Context& ctx) const {
+  if (ctx.plans_for == Device::cuda) KdaTiles(ctx.scratch, x, KdaTiles::For::forward);
+}
+void KdaAttentionMapBackward::take_scratch(Context& ctx) const {
+  if (ctx.plans_for == Device::cuda) KdaTiles(ctx.scratch, x, KdaTiles::For::map_backward);
 }
 
 }  // namespace moetrain::ops

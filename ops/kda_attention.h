@@ -95,6 +95,7 @@ struct KdaAttentionMap {
   Tensor map;                               // (states, N, H, 2 H) real, [N | M] a row
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const;
+  void take_scratch(Context& ctx) const;
 };
 
 struct KdaAttentionMapBackward {
@@ -104,6 +105,7 @@ struct KdaAttentionMapBackward {
   Tensor map;                               // (states, N, H, 2 H) real, [G | M^T] a row
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const;
+  void take_scratch(Context& ctx) const;
 };
 
 struct KdaFold {
@@ -117,13 +119,15 @@ struct KdaFold {
 // What the CUDA backend takes, in slots: document n has its chunks of 64 rows in slots begin / 64 + n and on, so that a slot is
 // found without a list. A tile is the rows of one chunk of one head, padded to 64 rows and to a width of 32 or 128.
 struct KdaTiles {
+  enum class For { forward, map_backward, backward };
   std::int64_t slots, width;
   Tensor w, q, k;  // (slots, N, 64, width)   W, s Qin, Kout; at the end of a backward dk, dq, Kout
   Tensor u;        // (slots, N, width, 64)   U; backward: then R
   Tensor p, t;     // (slots, N, 64, 64)      P; backward: (I + L)^-1
   Tensor decay;    // (slots, N, width) f32   exp(G_last); at the end of a backward exp(G_last) rowsum(S dS')
   Tensor s, ds;    // (slots, N, width, width) backward: state entering, gradient of the state leaving; (value, key)
-  Tensor do_, dr;  // (slots, N, width, 64)   backward: gradients of o and of R (then dZ)
+  Tensor do_;      // (slots, N, width, 64)   backward, also of a map: gradients of o
+  Tensor dr;       // (slots, N, width, 64)   backward: gradients of R (then dZ)
   Tensor dg,
       dx;       // (slots, N, 64, width) f32 backward: gradients of the decays; where they fit, over s and ds when these are used up
   Tensor rows;  // (slots, N, 4, 64) f32   backward: norms, beta and its gradient
@@ -132,7 +136,7 @@ struct KdaTiles {
   Tensor bias_parts;   // (slots, P) f32          backward: parts of ddt_bias
   Tensor a_log_parts;  // (slots, N) f32          backward: parts of da_log
   Tensor norm_parts;   // (slots, N, H) f32       backward: parts of do_norm
-  KdaTiles(Stack& scratch, const KdaAttention& x, bool backward);
+  KdaTiles(Stack& scratch, const KdaAttention& x, For pass);
 };
 
 namespace cpu {
@@ -145,13 +149,15 @@ void kda_fold(Context&, const KdaFold&);
 namespace cuda {
 void kda_attention(Context&, const KdaAttentionForward&);
 void kda_attention(Context&, const KdaAttentionBackward&);
+void kda_attention(Context&, const KdaAttentionMap&);
+void kda_attention(Context&, const KdaAttentionMapBackward&);
+void kda_fold(Context&, const KdaFold&);
 }  // namespace cuda
 
 inline void kda_attention(Context& ctx, const KdaAttentionForward& a) {
   dispatch(
       ctx, "kda_attention forward", a, [&] { cpu::kda_attention(ctx, a); },
       [&] {
-        a.x.documents.check_whole_on_device();
         if constexpr (kHasCuda) cuda::kda_attention(ctx, a);
       });
 }
@@ -159,18 +165,29 @@ inline void kda_attention(Context& ctx, const KdaAttentionBackward& a) {
   dispatch(
       ctx, "kda_attention backward", a, [&] { cpu::kda_attention(ctx, a); },
       [&] {
-        a.x.documents.check_whole_on_device();
         if constexpr (kHasCuda) cuda::kda_attention(ctx, a);
       });
 }
 inline void kda_attention(Context& ctx, const KdaAttentionMap& a) {
-  dispatch(ctx, "kda_attention map forward", a, [&] { cpu::kda_attention(ctx, a); });
+  dispatch(
+      ctx, "kda_attention map forward", a, [&] { cpu::kda_attention(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::kda_attention(ctx, a);
+      });
 }
 inline void kda_attention(Context& ctx, const KdaAttentionMapBackward& a) {
-  dispatch(ctx, "kda_attention map backward", a, [&] { cpu::kda_attention(ctx, a); });
+  dispatch(
+      ctx, "kda_attention map backward", a, [&] { cpu::kda_attention(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::kda_attention(ctx, a);
+      });
 }
 inline void kda_fold(Context& ctx, const KdaFold& a) {
-  dispatch(ctx, "kda_fold", a, [&] { cpu::kda_fold(ctx, a); });
+  dispatch(
+      ctx, "kda_fold", a, [&] { cpu::kda_fold(ctx, a); },
+      [&] {
+        if constexpr (kHasCuda) cuda::kda_fold(ctx, a);
+      });
 }
 
 }  // namespace moetrain::ops

@@ -57,8 +57,19 @@ void bench_kda(const Ceilings& ceilings, const Report& report) {
       ops::kda_attention(b.context(), forward);
       ops::kda_attention(b.context(), backward);
     }));
+    // What a slice of a sequence costs beside: the maps of its states, here of all documents, and the states after eight slices.
+    const Tensor map = b.empty(f32, x.maps()), maps = b.normal(f32, {8 * B, N, H, 2 * H}, 1 / std::sqrt(double(H)));
+    const double map_flops = 1.5 * flops;  // of prepare, and two scans without o
+    report(b.time("kda_attention map forward", shape, map_flops, bytes,
+                  [&] { ops::kda_attention(b.context(), ops::KdaAttentionMap{.x = x, .map = map}); }));
+    report(b.time("kda_attention map backward", shape, map_flops, 2 * bytes, [&] {
+      ops::kda_attention(b.context(), ops::KdaAttentionMapBackward{.x = x, .dy = backward.dy, .o = forward.o, .map = map});
+    }));
+    const Tensor state = b.empty(f32, x.states());
+    report(b.time("kda_fold of 8", shape, 7 * 2 * double(B * N * H) * double(H * H), double(maps.bytes()),
+                  [&] { ops::kda_fold(b.context(), ops::KdaFold{.maps = maps, .first = 0, .end = 8, .state = state}); }));
     // The delta rule alone, as others time it, is the scan and all of prepare but its convolutions, norms and gates.
-    const ops::KdaTiles tiles(b.stack(), x, true);
+    const ops::KdaTiles tiles(b.stack(), x, ops::KdaTiles::For::backward);
     const Tensor none;
     ops::KdaTiles without_states = tiles;
     without_states.s = none;

@@ -1,6 +1,7 @@
 // kda_attention.cu -- KDA forward in three launches: prepare (chunks in parallel), scan (chunks in order, the state in registers),
-// gated norm. bf16 multiplies on tensor cores; f32 runs the same kernels with FFMA products. Straight-line code is kept short:
-// these kernels run each instruction once a block, and took twice the time when they did not fit the instruction cache.
+// gated norm; and the map of a slice's states in two: prepare, and a scan of two states side by side. bf16 multiplies on tensor
+// cores; f32 runs the same kernels with FFMA products. Straight-line code is kept short: these kernels run each instruction once a
+// block, and took twice the time when they did not fit the instruction cache.
 #include <algorithm>
 
 #include "ops/cuda/kda_chunk.cuh"
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(S) == 2 ? 2 : 1)
   using Shared = PrepareShared<S, kWidth>;
   constexpr int kTile = Shared::kTile;
   Chunk chunk;
-  if (!find_chunk(in.starts, in.documents, blockIdx.x, chunk)) return;
+  if (!find_chunk(in.documents, blockIdx.x, chunk)) return;
   const int head = int(blockIdx.y), warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
   const std::int64_t tile = std::int64_t(blockIdx.x) * in.N + head;
 
@@ -221,31 +222,43 @@ struct ScanArgs {
   const float* decay;
   S *s, *o;
   const float* initial_state;
-  float* final_state;
-  const std::int64_t* starts;
+  float* final_state;  // or the map
+  KdaDocuments documents;
   int N, H;
 };
 
-template <class S, int kWidth, bool kKeep>
+// What a walk gives beside the final state: o, or the states within and R, or nothing: then two states go side by side, one from
+// zero and one that starts as identity and that V adds nothing to, and both together are the map of the state.
+enum class Walk { outputs, states, map };
+
+template <class S, int kWidth, Walk kWalk>
 struct ScanShared {
   static constexpr int kTile = kRows * kWidth;
+  static constexpr bool kOutputs = kWalk == Walk::outputs;
   static constexpr int stage_elements(int warps) {
-    return kTile * (kKeep ? 2 : 3) + (kKeep ? 0 : kRows * kRows) + warps * 16 * kRows;
+    return kTile * (kOutputs ? 3 : 2) + (kOutputs ? kRows * kRows : 0) + warps * 16 * kRows;
   }
   static constexpr int stage_bytes(int warps) { return stage_elements(warps) * int(sizeof(S)) + kWidth * 4; }
 };
 
-// grid (kWidth / (16 warps), N, documents), block (32 (warps + 1)): a warp holds S^T of 16 values; the last one brings the tiles.
-template <class S, int kWidth, bool kKeep>
+// grid (kWidth / (16 warps), twice that for a map, N, documents), block (32 (warps + 1)): a warp holds S^T of 16 values; the last
+// one brings the tiles.
+template <class S, int kWidth, Walk kWalk>
 __global__ void __launch_bounds__(160) kda_attention_scan_kernel(const ScanArgs<S> a, int stages) {
-  using Shared = ScanShared<S, kWidth, kKeep>;
+  using Shared = ScanShared<S, kWidth, kWalk>;
   constexpr int kTile = Shared::kTile;
+  constexpr bool kOutputs = Shared::kOutputs;
   extern __shared__ __align__(128) unsigned char shared[];
   const int warps = int(blockDim.x) / kWarp - 1, warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
   const int head = int(blockIdx.y), slice = warps * 16;
-  const std::int64_t begin = a.starts[blockIdx.z], end = a.starts[blockIdx.z + 1], slot = begin / kRows + blockIdx.z;
+  const bool identity = kWalk == Walk::map && int(blockIdx.x) * slice >= kWidth;
+  if (kWalk == Walk::map && (a.documents.leaves(blockIdx.z) < 0 || (identity && a.documents.enters(blockIdx.z) < 0))) return;
+  const int first_value = int(blockIdx.x) * slice - (identity ? kWidth : 0);
+  const std::int64_t begin = a.documents.starts[blockIdx.z], end = a.documents.starts[blockIdx.z + 1],
+                     slot = begin / kRows + blockIdx.z;
   const int chunks = int((end - begin + kRows - 1) / kRows);
-  const TileRing ring(shared, stages, Shared::stage_bytes(warps), warps);
+  const int of_u = identity ? 0 : slice * kRows;  // elements of a stage
+  const TileRing ring(shared, stages, Shared::stage_bytes(warps) - (slice * kRows - of_u) * int(sizeof(S)), warps);
 
   if (warp == warps) {
     if (lane != 0) return;
@@ -254,32 +267,37 @@ __global__ void __launch_bounds__(160) kda_attention_scan_kernel(const ScanArgs<
       unsigned char* to = ring.begin(i);
       ring.bring(to, a.w + tile * kTile, kTile * int(sizeof(S)), i);
       ring.bring(to, a.k + tile * kTile, kTile * int(sizeof(S)), i);
-      if constexpr (!kKeep) {
+      if constexpr (kOutputs) {
         ring.bring(to, a.q + tile * kTile, kTile * int(sizeof(S)), i);
         ring.bring(to, a.p + tile * kRows * kRows, kRows * kRows * int(sizeof(S)), i);
       }
-      ring.bring(to, a.u + tile * kTile + std::int64_t(blockIdx.x) * slice * kRows, slice * kRows * int(sizeof(S)), i);
+      if (!identity) ring.bring(to, a.u + tile * kTile + first_value * kRows, of_u * int(sizeof(S)), i);
       ring.bring(to, a.decay + tile * kWidth, kWidth * 4, i);
     }
     return;
   }
 
-  const int g = lane / 4, t2 = lane % 4 * 2, v0 = int(blockIdx.x) * slice + 16 * warp;
-  const std::int64_t state_at = (std::int64_t(blockIdx.z) * a.N + head) * a.H * a.H;
+  const int g = lane / 4, t2 = lane % 4 * 2, v0 = first_value + 16 * warp;
+  const int enters = a.documents.enters(blockIdx.z);
+  const float* entering_state =
+      a.initial_state && enters >= 0 ? a.initial_state + (std::int64_t(enters) * a.N + head) * a.H * a.H : nullptr;
   float s[kWidth / 8][4];
 #pragma unroll
   for (int n = 0; n < kWidth / 8; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int value = v0 + g + i / 2 * 8, key = 8 * n + t2 + i % 2;
-      s[n][i] = a.initial_state && value < a.H && key < a.H ? a.initial_state[state_at + std::int64_t(key) * a.H + value] : 0.0F;
+      if (identity)
+        s[n][i] = value == key && key < a.H ? 1.0F : 0.0F;
+      else
+        s[n][i] = entering_state && value < a.H && key < a.H ? entering_state[std::int64_t(key) * a.H + value] : 0.0F;
     }
   const int row_step = a.N * a.H, last_rows = int(end - begin) - (chunks - 1) * kRows;
   S* o_rows = a.o + ((begin + g) * a.N + head) * a.H + v0 + t2;
   for (int i = 0; i < chunks; ++i) {
     const S* w = reinterpret_cast<const S*>(ring.wait(i));
-    const S *k = w + kTile, *q = k + kTile, *p = q + kTile, *u = kKeep ? q : p + kRows * kRows;
-    const float* decay = reinterpret_cast<const float*>(u + slice * kRows);
+    const S *k = w + kTile, *q = k + kTile, *p = q + kTile, *u = kOutputs ? p + kRows * kRows : q;
+    const float* decay = reinterpret_cast<const float*>(u + of_u);
     const std::int64_t tile = (slot + i) * a.N + head;
 
     Fragment<S> entering[kWidth / 16];
@@ -292,7 +310,7 @@ __global__ void __launch_bounds__(160) kda_attention_scan_kernel(const ScanArgs<
     for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float2 us = get<S, kRows>(u, 16 * warp + g + 8 * h, 8 * n + t2);
+        const float2 us = identity ? float2{0, 0} : get<S, kRows>(u, 16 * warp + g + 8 * h, 8 * n + t2);
         r[n][2 * h] = us.x - r[n][2 * h];
         r[n][2 * h + 1] = us.y - r[n][2 * h + 1];
       }
@@ -300,7 +318,7 @@ __global__ void __launch_bounds__(160) kda_attention_scan_kernel(const ScanArgs<
 #pragma unroll
     for (int j = 0; j < kSubs; ++j) pseudo[j].set(r[2 * j], r[2 * j + 1]);
 
-    if constexpr (kKeep) {
+    if constexpr (kWalk == Walk::states) {
       S *r_out = a.u + tile * kTile, *s_out = a.s + tile * kWidth * kWidth;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -309,7 +327,7 @@ __global__ void __launch_bounds__(160) kda_attention_scan_kernel(const ScanArgs<
 #pragma unroll
         for (int n = 0; n < kWidth / 8; ++n) put<S, kWidth>(s_out, v0 + g + 8 * h, 8 * n + t2, s[n][2 * h], s[n][2 * h + 1]);
       }
-    } else {
+    } else if constexpr (kOutputs) {
       const int rows = i + 1 < chunks ? kRows : last_rows;
 #pragma unroll
       for (int m = 0; m < kSubs; ++m) {
@@ -349,13 +367,16 @@ __global__ void __launch_bounds__(160) kda_attention_scan_kernel(const ScanArgs<
     for (int j = 0; j < kSubs; ++j) product_of_left<Lies::straight, kWidth, kWidth / 8>(s, pseudo[j], k, 16 * j, 0);
     ring.release(i);
   }
-  if (!a.final_state) return;
+  const int leaves = a.documents.leaves(blockIdx.z);
+  if (!a.final_state || leaves < 0) return;
+  const int row = kWalk == Walk::map ? 2 * a.H : a.H;
+  float* to = a.final_state + (std::int64_t(leaves) * a.N + head) * a.H * row + (identity ? a.H : 0);
 #pragma unroll
   for (int n = 0; n < kWidth / 8; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int value = v0 + g + i / 2 * 8, key = 8 * n + t2 + i % 2;
-      if (value < a.H && key < a.H) a.final_state[state_at + std::int64_t(key) * a.H + value] = s[n][i];
+      if (value < a.H && key < a.H) to[std::int64_t(key) * row + value] = s[n][i];
     }
 }
 
@@ -418,23 +439,34 @@ void cuda::kda_scan(Context& ctx, const KdaAttention& x, const KdaTiles& tiles, 
                            .o = device_pointer<T>(o),
                            .initial_state = x.initial_state.present() ? x.initial_state.as<float>() : nullptr,
                            .final_state = final_state.present() ? final_state.as<float>() : nullptr,
-                           .starts = x.documents.on_device.as<std::int64_t>(),
+                           .documents = kda_documents(x.documents),
                            .N = int(x.N()),
                            .H = int(x.H())};
-    auto run = [&](auto kernel, auto stage_bytes) {
-      const ScanShape shape = scan_shape(ctx, x, width, stage_bytes);
-      launch(ctx, kernel, shape.grid, args, shape.stages);
+    auto run = [&](auto walk) {
+      constexpr Walk kWalk = walk;
+      const ScanShape shape = scan_shape(ctx, x, width, kWalk == Walk::map ? 2 : 1, ScanShared<S, width, kWalk>::stage_bytes);
+      launch(ctx, kda_attention_scan_kernel<S, width, kWalk>, shape.grid, args, shape.stages);
     };
     if (tiles.s.present())
-      run(kda_attention_scan_kernel<S, width, true>, ScanShared<S, width, true>::stage_bytes);
+      run(std::integral_constant<Walk, Walk::states>());
+    else if (o.present())
+      run(std::integral_constant<Walk, Walk::outputs>());
     else
-      run(kda_attention_scan_kernel<S, width, false>, ScanShared<S, width, false>::stage_bytes);
+      run(std::integral_constant<Walk, Walk::map>());
   });
+}
+
+void cuda::kda_attention(Context& ctx, const KdaAttentionMap& a) {
+  Scope scope(ctx.scratch);
+  const KdaTiles tiles(ctx.scratch, a.x, KdaTiles::For::forward);
+  kda_prepare(ctx, a.x, tiles);
+  zero(ctx, a.map);
+  kda_scan(ctx, a.x, tiles, {}, a.map);
 }
 
 void cuda::kda_attention(Context& ctx, const KdaAttentionForward& a) {
   Scope scope(ctx.scratch);
-  const KdaTiles tiles(ctx.scratch, a.x, false);
+  const KdaTiles tiles(ctx.scratch, a.x, KdaTiles::For::forward);
   kda_prepare(ctx, a.x, tiles);
   kda_scan(ctx, a.x, tiles, a.o, a.final_state);
   auto norm = [&](auto storage) {

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
   const std::int64_t slot = blockIdx.x, tile = slot * in.N + head;
   const Own<kWidth> own;
   Chunk chunk;
-  if (!find_chunk(in.starts, in.documents, slot, chunk)) return;
+  if (!find_chunk(in.documents, slot, chunk)) return;
 
   extern __shared__ __align__(128) unsigned char shared[];
   S* operands = reinterpret_cast<S*>(shared);
@@ -428,7 +428,7 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(S) == 2 ? 2 : 1)
   const Own<kWidth> own;
   const std::int64_t column = std::int64_t(head) * in.H + own.d;  // of the thread's channels in a row of P
   Chunk chunk;
-  if (!find_chunk(in.starts, in.documents, slot, chunk)) {
+  if (!find_chunk(in.documents, slot, chunk)) {
     for (int d = int(threadIdx.x); d < in.H; d += kChunkThreads) {
       const std::int64_t p = std::int64_t(head) * in.H + d;
       for (int s = 0; s < 3; ++s)
@@ -579,7 +579,7 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(S) == 2 ? 2 : 1)
     const Gate<S> gate(in, head, own.d);
     const std::int64_t rows_at = chunk.first * in.P + std::int64_t(head) * in.H;
     Pack<S, 2> f[kSub];
-    load_columns(in, in.f + rows_at, kSub * own.sub, 0, chunk.rows, own.d, f);
+    load_columns(in, in.f + rows_at, in.f + rows_at, kSub * own.sub, 0, chunk.rows, own.d, f);
 #pragma unroll
     for (int row = 0; row < kSub; ++row) {
       const float2 xs = get<float, kWidth>(dx_rows, kSub * own.sub + row, own.d);

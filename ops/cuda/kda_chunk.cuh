@@ -18,13 +18,29 @@ constexpr int kChunkThreads = 256;
 // By the device's own power of two and reciprocal: within a few units in the last place.
 __device__ __forceinline__ float nearly_sigmoid(float x) { return reciprocal(1.0F + power_of_2(-kLog2E * x)); }
 
+// Documents as kernels see them.
+struct KdaDocuments {
+  const std::int64_t *starts, *pieces;  // pieces: null where documents are whole
+  std::int64_t count;
+  __device__ __forceinline__ int enters(std::int64_t n) const { return int(pieces ? pieces[4 * n + 2] : n); }
+  __device__ __forceinline__ int leaves(std::int64_t n) const { return int(pieces ? pieces[4 * n + 3] : n); }
+};
+inline KdaDocuments kda_documents(const Documents& d) {
+  check(d.on_device.present() && (d.whole() || d.pieces_on_device.present()),
+        "kda_attention: CUDA needs the documents on the device");
+  check(d.count() <= 65535 && d.states() <= 0x7fffffff, "kda_attention: more documents than a grid has",
+        {{"documents", d.count()}, {"states", d.states()}});
+  return {d.on_device.as<std::int64_t>(), d.whole() ? nullptr : d.pieces_on_device.as<std::int64_t>(), d.count()};
+}
+
 // KdaAttention as kernels see it.
 template <class S>
 struct KdaInputs {
   const S *u[3], *f, *b, *gate;  // u: q_in, k_in, v_in
+  const S* history;              // null: zeros
   const float *conv[3], *a_log, *dt_bias, *o_norm;
-  const std::int64_t* starts;
-  std::int64_t documents, T, P;
+  KdaDocuments documents;
+  std::int64_t states, T, P;
   int N, H, taps;
   float lower_bound, scale, l2_eps, norm_eps;
   bool lower_bounded, factored;  // factored: diagonal sub-blocks, too
@@ -35,21 +51,20 @@ struct KdaInputs {
 };
 template <class T>
 KdaInputs<device_t<T>> kda_inputs(const KdaAttention& x) {
-  check(x.documents.on_device.present(), "kda_attention: CUDA needs the documents on the device");
   check(x.H() <= 128 && x.q_conv.shape[2] <= kTaps, "kda_attention: CUDA has heads of up to 128 and up to 4 taps",
         {{"H", x.H()}, {"taps", x.q_conv.shape[2]}});
-  check(x.P() < (1 << 24) && x.slots() <= 0x7fffffff && x.N() <= 65535 && x.documents.count() <= 65535,
-        "kda_attention: more heads or documents than a grid has");
+  check(x.P() < (1 << 24) && x.slots() <= 0x7fffffff && x.N() <= 65535, "kda_attention: more heads or tokens than a grid has");
   return {.u = {device_pointer<T>(x.q_in), device_pointer<T>(x.k_in), device_pointer<T>(x.v_in)},
           .f = device_pointer<T>(x.f),
           .b = device_pointer<T>(x.b),
           .gate = device_pointer<T>(x.gate),
+          .history = device_pointer<T>(x.history),
           .conv = {x.q_conv.as<float>(), x.k_conv.as<float>(), x.v_conv.as<float>()},
           .a_log = x.a_log.as<float>(),
           .dt_bias = x.dt_bias.as<float>(),
           .o_norm = x.o_norm.as<float>(),
-          .starts = x.documents.on_device.as<std::int64_t>(),
-          .documents = x.documents.count(),
+          .documents = kda_documents(x.documents),
+          .states = x.documents.states(),
           .T = x.T(),
           .P = x.P(),
           .N = int(x.N()),
@@ -65,14 +80,20 @@ KdaInputs<device_t<T>> kda_inputs(const KdaAttention& x) {
           .packs = in_packs<4>(x.H(), {x.gate})};
 }
 
+inline void zero(Context& ctx, Tensor t) {
+  if (t.bytes() > 0) cuda_ok(cudaMemsetAsync(t.data, 0, std::size_t(t.bytes()), ctx.stream));
+}
+
 struct Chunk {
   std::int64_t first;  // token
   int rows;
   bool opens, closes;  // its document
+  int enters;          // slice whose history comes before its first row; -1: none
 };
 // False: the slot has no chunk. The key begin / 64 + n ascends with the document n.
-__device__ inline bool find_chunk(const std::int64_t* starts, std::int64_t documents, std::int64_t slot, Chunk& chunk) {
-  std::int64_t low = 0, high = documents;
+__device__ inline bool find_chunk(const KdaDocuments& documents, std::int64_t slot, Chunk& chunk) {
+  const std::int64_t* starts = documents.starts;
+  std::int64_t low = 0, high = documents.count;
   while (high - low > 1) {
     const std::int64_t middle = (low + high) / 2;
     (starts[middle] / kRows + middle <= slot ? low : high) = middle;
@@ -83,6 +104,7 @@ __device__ inline bool find_chunk(const std::int64_t* starts, std::int64_t docum
   chunk.rows = int(end - chunk.first < kRows ? end - chunk.first : kRows);
   chunk.opens = at == 0;
   chunk.closes = chunk.first + chunk.rows == end;
+  chunk.enters = chunk.opens ? documents.enters(low) : -1;
   return true;
 }
 
@@ -96,12 +118,13 @@ struct Own {
       : pair(int(threadIdx.x) % (kWidth / 2)), sub(int(threadIdx.x) / (kWidth / 2)), d(2 * pair), active(sub < kSubs) {}
 };
 
-// Two channels d, d + 1 of kCount rows from `first` on, of rows counted from the chunk's first; zero outside [low, high).
+// Two channels d, d + 1 of kCount rows from `first` on, of rows counted from the chunk's first; zero outside [low, high). Rows below
+// 0 are counted from `before`.
 template <int kCount, class S>
-__device__ __forceinline__ void load_columns(const KdaInputs<S>& in, const S* rows, int first, int low, int high, int d,
-                                             Pack<S, 2> (&to)[kCount]) {
+__device__ __forceinline__ void load_columns(const KdaInputs<S>& in, const S* rows, const S* before, int first, int low, int high,
+                                             int d, Pack<S, 2> (&to)[kCount]) {
   const int P = int(in.P);  // rows of a chunk: offsets of 32 bits
-  if (in.pairs && first >= low && first + kCount <= high && d < in.H) {
+  if (in.pairs && first >= low && first + kCount <= high && d < in.H && (first >= 0 || before == rows)) {
     const S* from = rows + first * P + d;
 #pragma unroll
     for (int r = 0; r < kCount; ++r) to[r] = load<2>(from + r * P);
@@ -110,7 +133,7 @@ __device__ __forceinline__ void load_columns(const KdaInputs<S>& in, const S* ro
 #pragma unroll
   for (int r = 0; r < kCount; ++r) {
     const bool inside = first + r >= low && first + r < high;
-    const S* from = rows + (inside ? first + r : 0) * P;
+    const S* from = (r < kTaps - 1 && first + r < 0 ? before : rows) + (inside ? first + r : 0) * P;
     const S zero = from_float<S>(0);
     to[r].at[0] = inside && d < in.H ? from[d] : zero;
     to[r].at[1] = inside && d + 1 < in.H ? from[d + 1] : zero;
@@ -139,8 +162,13 @@ struct Window {
   Pack<S, 2> u[kSub + kTaps - 1];
   float tap[kTaps][2];
   __device__ __forceinline__ void load_rows(const KdaInputs<S>& in, int s, const Chunk& chunk, int head, int sub, int d) {
-    load_columns(in, in.input(s) + chunk.first * in.P + std::int64_t(head) * in.H, kSub * sub - (kTaps - 1),
-                 chunk.opens ? 0 : 1 - kTaps, chunk.rows, d, u);
+    const S *rows = in.input(s) + chunk.first * in.P + std::int64_t(head) * in.H, *before = rows;
+    int low = chunk.opens ? 0 : 1 - kTaps;
+    if (in.history && chunk.enters >= 0) {
+      low = 1 - in.taps;
+      before = in.history + (s * in.states + chunk.enters + 1) * (in.taps - 1) * in.P + std::int64_t(head) * in.H;
+    }
+    load_columns(in, rows, before, kSub * sub - (kTaps - 1), low, chunk.rows, d, u);
     const float* w = in.taps_of(s) + (std::int64_t(head) * in.H + d) * in.taps;
 #pragma unroll
     for (int i = 0; i < kTaps; ++i)
@@ -171,7 +199,8 @@ struct Gate {
   __device__ __forceinline__ void load(const KdaInputs<S>& in, const Chunk& chunk, int head, int sub, int d,
                                        float (&g)[kSub][2]) const {
     Pack<S, 2> f[kSub];
-    load_columns(in, in.f + chunk.first * in.P + std::int64_t(head) * in.H, kSub * sub, 0, chunk.rows, d, f);
+    const S* rows = in.f + chunk.first * in.P + std::int64_t(head) * in.H;
+    load_columns(in, rows, rows, kSub * sub, 0, chunk.rows, d, f);
     if (in.lower_bounded) {
 #pragma unroll
       for (int r = 0; r < kSub; ++r)
@@ -361,18 +390,18 @@ struct Operands {
   }
 };
 
-// The launch of a walk over chunks: a warp owns 16 values of a state, a block two warps, or four where that still fills the device;
-// one warp more brings the tiles of the next chunks, as many as fit.
+// The launch of a walk over chunks with so many states side by side: a warp owns 16 values of a state, a block two warps, or four
+// where that still fills the device; one warp more brings the tiles of the next chunks, as many as fit.
 struct ScanShape {
   Grid grid;
   int stages;
 };
 template <class StageBytes>
-ScanShape scan_shape(const Context& ctx, const KdaAttention& x, int width, StageBytes stage_bytes) {
-  const std::int64_t heads = x.N() * x.documents.count();
+ScanShape scan_shape(const Context& ctx, const KdaAttention& x, int width, int states, StageBytes stage_bytes) {
+  const std::int64_t heads = x.N() * x.documents.count() * states;
   const int warps = width == 128 && heads * 2 >= ctx.blas->multiprocessors() ? 4 : 2;
   const int stages = std::min(TileRing::kMost, (224 * 1024 - TileRing::kBarrierBytes) / stage_bytes(warps));
-  return {Grid(dim3(unsigned(width / (16 * warps)), unsigned(x.N()), unsigned(x.documents.count())),
+  return {Grid(dim3(unsigned(states * width / (16 * warps)), unsigned(x.N()), unsigned(x.documents.count())),
                dim3(unsigned(kWarp * (warps + 1))), std::size_t(TileRing::kBarrierBytes + stages * stage_bytes(warps))),
           stages};
 }
