@@ -126,6 +126,9 @@ __global__ void spread_rows_kernel(const Unit* __restrict__ x, const std::int64_
   }
 }
 
+// What a dropped slot adds: read like a row, for a branch would let fewer loads be under way at once.
+__device__ alignas(16) const std::uint32_t kNoRow[4] = {};
+
 // grid (ceil(T / blockDim.y)), block (threads_for_rows)
 template <class X, int kCount>
 __global__ void collect_rows_kernel(const X* __restrict__ rows, const std::int64_t* __restrict__ slot_row,
@@ -138,10 +141,9 @@ __global__ void collect_rows_kernel(const X* __restrict__ rows, const std::int64
 #pragma unroll 8
     for (std::int64_t k = 0; k < K; ++k) {
       const std::int64_t at = slot_row[t * K + k];
-      Pack<X, kCount> row{};  // zeros where there is none: loads of several slots stay under way at once
-      float w = 0;
-      if (at >= 0) row = load<kCount>(rows + at * D + d), w = weights ? weights[t * K + k] : 1.0F;
-      for (int i = 0; i < kCount; ++i) sum.at[i] += w * to_float(row.at[i]);
+      const auto row = load_floats<kCount>(at < 0 ? reinterpret_cast<const X*>(kNoRow) : rows + at * D + d);
+      const float w = weights ? weights[t * K + k] : 1.0F;
+      for (int i = 0; i < kCount; ++i) sum.at[i] += w * row.at[i];
     }
     if (add) {
       const auto old = load_floats<kCount>(y + t * D + d);
