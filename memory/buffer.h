@@ -11,6 +11,12 @@
 
 namespace moetrain {
 
+class Timeline;
+struct LinkClock {  // of a dry run: what copies between a device and the host go by; without one they take no time
+  Timeline* timeline = nullptr;
+  double bytes_per_s = 0;  // one way
+};
+
 // The bytes taken from one device, by category, now and at the peak of their sum. One per rank; outlives its buffers.
 class Memory {
  public:
@@ -26,12 +32,15 @@ class Memory {
   std::array<std::int64_t, kCategories> peaks() const { return peaks_; }              // each category's own peak
   void enter(MemoryPhase phase) { phases_.enter(phase, now_, total_); }
   const std::array<PhaseBytes, kMemoryPhases>& phases() const { return phases_.all(); }
+  void take_time(const LinkClock& link) { link_clock_ = link; }
+  const LinkClock& link_clock() const { return link_clock_; }
 
  private:
   Device device_;
   std::array<std::int64_t, kCategories> now_{}, at_peak_{}, peaks_{};
   std::int64_t total_ = 0, peak_ = 0;
   PhasePeaks phases_;
+  LinkClock link_clock_;
 };
 
 // Sole owner of bytes on a Memory's device, aligned to 256. Uninitialised; on Device::dry only counted.
