@@ -88,22 +88,27 @@ std::vector<Change> changes(const core::Config& job) {
   return found;
 }
 
-// Where no change alone is enough: all that keep the number of ranks, and then as many more as it takes.
+// Where no change alone is enough: all that keep the number of ranks, and then as many more as it takes, or as make the largest rank
+// smaller.
 std::string all_changes(const core::Config& job, const std::vector<Change>& single, const PlanArguments& a) {
   constexpr int kMostRanks = 1 << 16;
   core::Config all = job;
   for (const Change& change : single)
     if (!change.more_ranks) change.make(all);
   Plan plan = core::make_plan(all);
-  int times = 1;
   while (!fits(plan, a).value_or(true) && all.parallel.mesh().ranks() < kMostRanks) {
-    all.parallel.data_parallel *= 2;
-    times *= 2;
-    plan = core::make_plan(all);
+    core::Config more = all;
+    more.parallel.data_parallel *= 2;
+    Plan with_more = core::make_plan(more);
+    if (worst(with_more) >= worst(plan)) break;
+    all = std::move(more);
+    plan = std::move(with_more);
   }
-  std::string text = times == 1 ? "all of these that keep the ranks" : std::to_string(all.parallel.mesh().ranks()) + " ranks, parallel.data_parallel: " +
-                                                                           std::to_string(all.parallel.data_parallel) + ", with all of these that keep the ranks";
-  return text + ": " + bytes_text(worst(plan)) + (fits(plan, a).value_or(true) ? ", which fits" : ", which does not fit either");
+  const auto& p = all.parallel;
+  const bool as_many = p.mesh().ranks() == job.parallel.mesh().ranks();
+  std::string text = as_many ? "all of these that keep the ranks" : "all of these that keep the ranks, on " + std::to_string(p.mesh().ranks()) + " with parallel.data_parallel: " +
+                                                                        std::to_string(p.data_parallel) + " and expert_parallel: " + std::to_string(p.expert_parallel);
+  return text + ", bring it to " + bytes_text(worst(plan)) + (fits(plan, a).value_or(true) ? ", which fits" : ", which does not fit; more ranks have no less");
 }
 
 // Each change is planned, so the figures are what the job would need and no guess.
