@@ -188,6 +188,10 @@ TEST_CASE("the peaks of phases make up those of the step, and each phase has its
   CHECK(of(MemoryPhase::load, Category::activations) == 0);
   CHECK(of(MemoryPhase::load, Category::optimizer) == bytes(r, Category::optimizer));
   CHECK(of(MemoryPhase::forward, Category::activations) > 0);
+  CHECK(of(MemoryPhase::forward, Category::loss) > 0);
+  CHECK(of(MemoryPhase::backward, Category::activations) > 0);
+  CHECK(of(MemoryPhase::backward, Category::loss) == 0);
+  CHECK(of(MemoryPhase::backward, Category::workspace) > of(MemoryPhase::step, Category::workspace));
   CHECK(of(MemoryPhase::step, Category::activations) == 0);
   CHECK(of(MemoryPhase::save, Category::weights) == of(MemoryPhase::load, Category::weights));
   CHECK(r.host_phases[std::size_t(MemoryPhase::step)].total == 0);
