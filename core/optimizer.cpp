@@ -155,7 +155,8 @@ void Optimizer::update_in_slices(ops::Context& ctx, ops::AdamW step, const std::
       ++shard;
       done = 0;
     }
-    each_part(stage, [&](Tensor from, Tensor to) { up_.copy(Transfer::Way::to_device, to.data, from.data, from.bytes(), stage.came); });
+    each_part(stage,
+              [&](Tensor from, Tensor to) { up_.copy(Transfer::Way::to_device, to.data, from.data, from.bytes(), stage.came); });
   };
   bring(stages[0], rooms_[0].view());
   for (std::size_t s = 0; !stages[s % kRooms].here.empty(); ++s) {

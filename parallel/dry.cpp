@@ -51,7 +51,9 @@ class Dry final : public Communicator {
     return std::max(near, far) + latency(int(std::bit_width(unsigned(size() - 1))));
   }
   void send(double seconds) {
-    const auto lane = lane_ == Lane::exchange ? Timeline::Lane::exchange : lane_ == Lane::tensor ? Timeline::Lane::tensor : Timeline::Lane::sharding;
+    const auto lane = lane_ == Lane::exchange ? Timeline::Lane::exchange
+                      : lane_ == Lane::tensor ? Timeline::Lane::tensor
+                                              : Timeline::Lane::sharding;
     under_way_.push_back(network_->timeline->send(lane, seconds));
   }
   void do_begin_all_gather(std::span<const Gather> pieces) override {
@@ -79,7 +81,8 @@ class Dry final : public Communicator {
       (near_.holds(r) ? near_out : far_out) += double(out[std::size_t(r)].bytes);
       (near_.holds(r) ? near_in : far_in) += double(in[std::size_t(r)].bytes);
     }
-    send(std::max(std::max(near_out, near_in) / network_->near.bytes_per_s, std::max(far_out, far_in) / network_->far.bytes_per_s) + latency(1));
+    send(std::max(std::max(near_out, near_in) / network_->near.bytes_per_s, std::max(far_out, far_in) / network_->far.bytes_per_s) +
+         latency(1));
   }
   void do_end(Purpose purpose) override {
     if (!timed()) return;

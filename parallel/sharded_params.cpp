@@ -119,8 +119,8 @@ void ShardedParams::fetch(int u) {
     own.gathered = OwnedTensor(memory_, Category::weights, tensors_[std::size_t(t)].dtype,
                                sharded ? padded_shape(t) : tensors_[std::size_t(t)].shape);
     const Tensor from = own.weight.view();
-    from_host_.copy(Transfer::Way::to_device, offset_by(own.gathered.view(), sharded ? it.group->rank() * from.shape[0] : 0), from.data, from.bytes(),
-                    came_[std::size_t(u)]);
+    from_host_.copy(Transfer::Way::to_device, offset_by(own.gathered.view(), sharded ? it.group->rank() * from.shape[0] : 0),
+                    from.data, from.bytes(), came_[std::size_t(u)]);
   }
 }
 

@@ -13,7 +13,7 @@ TEST_CASE("a message that is there before it is wanted costs nothing, a late one
   t.work(4);                                     // 2 to 6
   CHECK(t.wait(first) == 0);
   const auto second = t.send(Lane::sharding, 3), third = t.send(Lane::sharding, 1);  // 6 to 9, 9 to 10: one lane
-  const auto other = t.send(Lane::exchange, 2);                                     // 6 to 8 beside them
+  const auto other = t.send(Lane::exchange, 2);                                      // 6 to 8 beside them
   t.work(1);
   CHECK(t.wait(other) == 1);   // at 8
   CHECK(t.wait(third) == 2);   // at 10

@@ -1,7 +1,7 @@
 // communicator_test.cpp -- the groups that need no peers: one rank copies, a dry group only counts.
 #include "parallel/communicator.h"
-#include "parallel/network.h"
 
+#include "parallel/network.h"
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
 
