@@ -8,7 +8,8 @@
 namespace moetrain::ops {
 
 const char* name_of(WorkKind kind) {
-  constexpr const char* kNames[kWorkKinds] = {"linear", "grouped_linear", "kda", "attention", "sparse_attention", "indexer", "loss", "optimizer", "rows"};
+  constexpr const char* kNames[kWorkKinds] = {"linear",  "grouped_linear", "kda",       "attention", "sparse_attention",
+                                              "indexer", "loss",           "optimizer", "rows"};
   return kNames[std::size_t(kind)];
 }
 

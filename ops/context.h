@@ -77,8 +77,10 @@ void dispatch(Context& ctx, const char* name, const Args& args, OnCpu&& on_cpu, 
   args.check_shapes();
   if (ctx.dry()) {
     if (ctx.on_work) {
-      if constexpr (requires { args.work(ctx); }) ctx.on_work(name, args.work(ctx));
-      else ctx.on_work(name, {});
+      if constexpr (requires { args.work(ctx); })
+        ctx.on_work(name, args.work(ctx));
+      else
+        ctx.on_work(name, {});
     }
     Scope counted(ctx.scratch);
     if constexpr (requires { args.take_scratch(ctx); }) args.take_scratch(ctx);

@@ -43,7 +43,8 @@ struct CrossEntropy {
 
   Work work(const Context&) const {
     const bool again = dhidden.present() && vocab_chunk < weight.shape[0];
-    const double blocks = std::max(1.0, double(hidden.shape[0]) / double(seq_chunk)), products = 1 + again + dhidden.present() + dweight.present();
+    const double blocks = std::max(1.0, double(hidden.shape[0]) / double(seq_chunk)),
+                 products = 1 + again + dhidden.present() + dweight.present();
     return {.kind = WorkKind::loss,
             .dtype = hidden.dtype,
             .flops = products * 2 * double(hidden.shape[0]) * double(weight.count()),

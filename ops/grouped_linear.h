@@ -46,11 +46,12 @@ inline double rows_in_tiles(const Context& ctx, std::span<const std::int64_t> of
   for (std::size_t g = 0; g + 1 < offsets.size(); ++g) rows += in_tiles(offsets[g + 1] - offsets[g], tile);
   return double(rows);
 }
+// Of tiles on CUDA: a width of weights, and a group's rows as columns or as summands (ops/cuda/grouped_linear.cu holds them to it).
+inline constexpr std::int64_t kWidthOfTile = 256, kColumnsOfTile = 32, kSummandsOfTile = 64;
 // A width of weights in the tiles of a pair of blocks (ops/cuda/pair_tiles.cuh), or of what takes no tensor cores.
 inline double width_in_tiles(const Context& ctx, DType dtype, std::int64_t width) {
-  return double(ctx.plans_for != Device::cuda ? width : in_tiles(width, dtype == DType::bf16 ? 256 : 64));
+  return double(ctx.plans_for != Device::cuda ? width : in_tiles(width, dtype == DType::bf16 ? kWidthOfTile : 64));
 }
-inline constexpr std::int64_t kColumnsOfTile = 32, kSummandsOfTile = 64;  // of a group's rows there
 
 struct GroupedLinearForward {
   ConstTensor x;                            // (R, I), rows of group g are [offsets[g], offsets[g+1])
@@ -107,12 +108,13 @@ struct GroupedLinearBackward {
     const double O = double(dy.shape[1]), matrices = dy2.present() ? 2 : 1;
     Work both{.kind = WorkKind::grouped_linear, .backward = true, .dtype = dy.dtype};
     if (dx.present()) {
-      both.flops += 2 * matrices * rows_in_tiles(ctx, offsets, dy.shape[0], kColumnsOfTile) * width_in_tiles(ctx, dy.dtype, w.shape[2]) * O;
+      both.flops +=
+          2 * matrices * rows_in_tiles(ctx, offsets, dy.shape[0], kColumnsOfTile) * width_in_tiles(ctx, dy.dtype, w.shape[2]) * O;
       both.bytes += bytes_of(dy, dy2, w, w2, dx);
     }
     if (dw.present()) {
-      both.flops += 2 * matrices * rows_in_tiles(ctx, offsets, dy.shape[0], kSummandsOfTile) * width_in_tiles(ctx, dy.dtype, dw.shape[1]) *
-                    width_in_tiles(ctx, dy.dtype, dw.shape[2]);
+      both.flops += 2 * matrices * rows_in_tiles(ctx, offsets, dy.shape[0], kSummandsOfTile) *
+                    width_in_tiles(ctx, dy.dtype, dw.shape[1]) * width_in_tiles(ctx, dy.dtype, dw.shape[2]);
       both.bytes += bytes_of(dy, dy2, x) + (write_dw ? 1 : 2) * bytes_of(dw, dw2);
     }
     return both;

@@ -24,7 +24,10 @@ struct HeadLinearForward {
   Tensor y;  // to_latent: (T, N, C); from_latent: (T, N, Y), written columns [column, column + width)
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   Work work(const Context&) const {
-    return {.kind = WorkKind::linear, .dtype = x.dtype, .flops = 2 * double(x.shape[0] * w.shape[0] * width * w.shape[2]), .bytes = bytes_of(x, w, y)};
+    return {.kind = WorkKind::linear,
+            .dtype = x.dtype,
+            .flops = 2 * double(x.shape[0] * w.shape[0] * width * w.shape[2]),
+            .bytes = bytes_of(x, w, y)};
   }
   void check_shapes() const {
     check(w.shape.rank() == 3 && x.shape.rank() == 3 && y.shape.rank() == 3, "head_linear: w, x, y are not of rank 3",

@@ -51,8 +51,7 @@ struct KdaAttention {                 // what both passes are given; P = N H
   std::int64_t N() const { return a_log.shape[0]; }
   std::int64_t H() const { return dt_bias.shape[1]; }
   std::int64_t slots() const;  // KdaTiles
-  // The chunked form of one head's row (ops/kda.h), as core/plan counts it.
-  double flops() const { return double(T() * N()) * double(6 * H() * H() + 3 * kKdaChunk * H() + kKdaChunk * kKdaChunk); }
+  double flops() const { return double(T() * N()) * kda_row_flops(H()); }
   double turns() const { return double(documents.longest()) / double(kKdaChunk); }
   double bytes() const { return bytes_of(q_in, k_in, v_in, f, b, gate); }
   Shape states() const { return {documents.states(), N(), H(), H()}; }
@@ -110,7 +109,9 @@ struct KdaAttentionMap {
   KdaAttention x;                           // without an initial state
   Tensor map;                               // (states, N, H, 2 H) real, [N | M] a row
   static constexpr bool dry_on_cpu = true;  // ops/context.h
-  Work work(const Context&) const { return {.kind = WorkKind::kda, .dtype = x.q_in.dtype, .flops = 2 * x.flops(), .bytes = x.bytes()}; }
+  Work work(const Context&) const {
+    return {.kind = WorkKind::kda, .dtype = x.q_in.dtype, .flops = 2 * x.flops(), .bytes = x.bytes()};
+  }
   void check_shapes() const;
 };
 
@@ -121,7 +122,8 @@ struct KdaAttentionMapBackward {
   Tensor map;                               // (states, N, H, 2 H) real, [G | M^T] a row
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   Work work(const Context&) const {
-    return {.kind = WorkKind::kda, .backward = true, .dtype = dy.dtype, .flops = 2 * x.flops(), .bytes = x.bytes() + bytes_of(dy, o)};
+    return {
+        .kind = WorkKind::kda, .backward = true, .dtype = dy.dtype, .flops = 2 * x.flops(), .bytes = x.bytes() + bytes_of(dy, o)};
   }
   void check_shapes() const;
 };

@@ -1,4 +1,4 @@
-// work.h -- what an operator costs, as far as its arguments tell: arithmetic by kind, and bytes read and written. A dry run sums it.
+// work.h -- what an operator costs, as far as its arguments tell: arithmetic by kind, and bytes read and written.
 #pragma once
 #include <cstdint>
 
@@ -14,10 +14,10 @@ const char* name_of(WorkKind kind);
 struct Work {
   WorkKind kind = WorkKind::rows;
   bool backward = false;
-  DType dtype = DType::none;  // of the operands
-  double flops = 0;           // a product and its sum are two; with what tiles multiply beside the rows that there are
-  double bytes = 0;           // each operand once, a sum that is added to twice
-  double turns = 0;           // stretches of rows that wait for the one before, however wide the machine
+  DType dtype = DType::none;         // of the operands
+  double flops = 0;                  // a product and its sum are two; with what tiles multiply beside the rows that there are
+  double bytes = 0;                  // each operand once, a sum that is added to twice
+  double turns = 0;                  // stretches of rows that wait for the one before, however wide the machine
   Work& operator+=(const Work& o) {  // the same kind's
     flops += o.flops, bytes += o.bytes, turns += o.turns;
     return *this;
