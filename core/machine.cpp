@@ -60,7 +60,8 @@ void walk(V& v, Machine& m) {
 
 class Reader {
  public:
-  Reader(const YamlNode& node, std::string path, std::vector<Fault>& faults) : node_(node), path_(std::move(path)), faults_(faults) {}
+  Reader(const YamlNode& node, std::string path, std::vector<Fault>& faults)
+      : node_(node), path_(std::move(path)), faults_(faults) {}
   ~Reader() {
     for (const auto& [key, value] : node_.entries)
       if (!known_.contains(key)) faults_.push_back({value.key_line, path_ + key, "unknown key"});
@@ -69,7 +70,8 @@ class Reader {
   Reader& operator=(const Reader&) = delete;
 
   void text(const char* name, std::string& to) {
-    if (const YamlNode* n = find(name); n && expect(name, *n, n->kind == YamlNode::scalar && !n->text.empty(), "a text")) to = n->text;
+    if (const YamlNode* n = find(name); n && expect(name, *n, n->kind == YamlNode::scalar && !n->text.empty(), "a text"))
+      to = n->text;
   }
   void choice(const char* name, Device& to, std::initializer_list<std::pair<const char*, Device>> choices) {
     const YamlNode* n = find(name);
@@ -94,7 +96,8 @@ class Reader {
     expect(name, *n, error == std::errc() && end == n->text.data() + n->text.size() && to >= 1, "an integer >= 1");
   }
   void flag(const char* name, bool& to) {
-    if (const YamlNode* n = find(name); n && expect(name, *n, n->text == "true" || n->text == "false", "true or false")) to = n->text == "true";
+    if (const YamlNode* n = find(name); n && expect(name, *n, n->text == "true" || n->text == "false", "true or false"))
+      to = n->text == "true";
   }
   void number(const char* name, double& to, bool zero) {
     if (const YamlNode* n = find(name)) expect(name, *n, parse(*n, to, zero), zero ? "a number >= 0" : "a number > 0");
@@ -102,7 +105,8 @@ class Reader {
   void pair(const char* name, PassRates& to, bool zero) {
     const YamlNode* n = find(name);
     if (!n) return;
-    const bool two = n->kind == YamlNode::list && n->items.size() == 2 && parse(n->items[0], to[0], zero) && parse(n->items[1], to[1], zero);
+    const bool two =
+        n->kind == YamlNode::list && n->items.size() == 2 && parse(n->items[0], to[0], zero) && parse(n->items[1], to[1], zero);
     expect(name, *n, two, std::string("two numbers ") + (zero ? ">= 0" : "> 0") + ", forward and backward");
   }
   template <class Inside>
@@ -117,7 +121,8 @@ class Reader {
  private:
   static bool parse(const YamlNode& n, double& to, bool zero) {
     const auto [end, error] = std::from_chars(n.text.data(), n.text.data() + n.text.size(), to);
-    return n.kind == YamlNode::scalar && error == std::errc() && end == n.text.data() + n.text.size() && std::isfinite(to) && (zero ? to >= 0 : to > 0);
+    return n.kind == YamlNode::scalar && error == std::errc() && end == n.text.data() + n.text.size() && std::isfinite(to) &&
+           (zero ? to >= 0 : to > 0);
   }
   const YamlNode* find(const char* name) {
     known_.insert(name);
@@ -126,7 +131,9 @@ class Reader {
     return n;
   }
   bool expect(const char* name, const YamlNode& n, bool holds, const std::string& what) {
-    if (!holds) faults_.push_back({n.key_line, path_ + name, (n.kind == YamlNode::scalar ? "is '" + n.text + "', " : "") + "expected " + what});
+    if (!holds)
+      faults_.push_back(
+          {n.key_line, path_ + name, (n.kind == YamlNode::scalar ? "is '" + n.text + "', " : "") + "expected " + what});
     return holds;
   }
 
@@ -179,7 +186,8 @@ double Machine::seconds(const ops::Work& w) const {
   if (w.flops > 0) {
     const auto rates = flops_per_s.find(w.dtype);
     if (rates == flops_per_s.end())
-      throw Error("machine " + name + " has no flops_per_s." + name_of(w.dtype) + ", which this job's operators ask for", ExitCode::bad_job);
+      throw Error("machine " + name + " has no flops_per_s." + name_of(w.dtype) + ", which this job's operators ask for",
+                  ExitCode::bad_job);
     seconds = std::max(seconds, w.flops / rates->second[std::size_t(w.kind)][w.backward]);
   }
   return launch_s + seconds + w.turns * turn_s[w.backward];
@@ -204,12 +212,15 @@ Machine machine_from(const YamlNode& node, const std::string& path) {
 Machine read_machine(const std::string& name_or_path) {
   std::string names;
   for (const auto& [name, text] : machine_texts()) {
-    if (name == name_or_path) return machine_from(io::parse_yaml(std::string(text), "configs/machines/" + std::string(name) + ".yaml"), std::string(name));
+    if (name == name_or_path)
+      return machine_from(io::parse_yaml(std::string(text), "configs/machines/" + std::string(name) + ".yaml"), std::string(name));
     names += (names.empty() ? "" : ", ") + std::string(name);
   }
   std::error_code unreadable;
   if (!std::filesystem::exists(name_or_path, unreadable))
-    throw Error("--machine is '" + name_or_path + "', neither a machine (" + names + ") nor a file; moetrain bench --machine writes one", ExitCode::bad_job);
+    throw Error(
+        "--machine is '" + name_or_path + "', neither a machine (" + names + ") nor a file; moetrain bench --machine writes one",
+        ExitCode::bad_job);
   return machine_from(io::read_yaml(name_or_path), name_or_path);
 }
 

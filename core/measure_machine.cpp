@@ -64,7 +64,8 @@ io::Batch random_batch(const Config& c) {
   const std::int64_t S = c.data.sequence_length, B = c.training.micro_batch_size;
   for (std::int64_t n = 0; n <= B; ++n) b.sequences.push_back(n * S);
   b.documents = b.sequences;
-  for (std::int64_t t = 0; t <= B * S; ++t) b.tokens.push_back(std::int32_t(ops::philox(1, 1, std::uint64_t(t))[0] % std::uint64_t(c.model.vocab_size)));
+  for (std::int64_t t = 0; t <= B * S; ++t)
+    b.tokens.push_back(std::int32_t(ops::philox(1, 1, std::uint64_t(t))[0] % std::uint64_t(c.model.vocab_size)));
   b.labels.assign(b.tokens.begin() + 1, b.tokens.end());
   b.tokens.pop_back();
   return b;
@@ -101,7 +102,8 @@ ByOp timed_steps(const Config& c, Device device) {
     real.step(batches);
     times.collect();
     for (const auto& [op, entry] : times.by_op)
-      if (const auto found = by_op.find(op); found != by_op.end()) found->second.seconds = std::min(found->second.seconds, entry.seconds);
+      if (const auto found = by_op.find(op); found != by_op.end())
+        found->second.seconds = std::min(found->second.seconds, entry.seconds);
   }
   return by_op;
 }
@@ -193,8 +195,9 @@ void measure_links(Machine& m, parallel::Communicator& world, int local_ranks) {
 }
 
 void round_all(Machine& m) {
-  for (double* x : {&m.memory_bytes_per_s, &m.rows_bytes_per_s, &m.launch_s, &m.queue_s, &m.turn_s[0], &m.turn_s[1], &m.host_bytes_per_s, &m.network.near.bytes_per_s,
-                    &m.network.near.latency_s, &m.network.far.bytes_per_s, &m.network.far.latency_s})
+  for (double* x :
+       {&m.memory_bytes_per_s, &m.rows_bytes_per_s, &m.launch_s, &m.queue_s, &m.turn_s[0], &m.turn_s[1], &m.host_bytes_per_s,
+        &m.network.near.bytes_per_s, &m.network.near.latency_s, &m.network.far.bytes_per_s, &m.network.far.latency_s})
     *x = three_digits(*x);
   for (auto& [dtype, rates] : m.flops_per_s)
     for (PassRates& passes : rates)

@@ -2,10 +2,12 @@
 #include "core/plan.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 
 #include "core/checkpoint_saver.h"
 #include "core/trainer.h"
+#include "ops/kda.h"
 
 namespace moetrain::core {
 namespace {
@@ -34,11 +36,7 @@ double keys_per_query(std::int64_t S, std::int64_t most) {
 }
 
 // What a query of one layer costs beyond the projections, forward.
-double kda_core(const ModelConfig& m) {
-  constexpr double kChunk = 64;  // rows that the chunked form joins
-  const auto d = double(m.linear_attn.head_dim);
-  return double(m.linear_attn.num_heads) * (6 * d * d + 3 * kChunk * d + kChunk * kChunk);
-}
+double kda_core(const ModelConfig& m) { return double(m.linear_attn.num_heads) * ops::kda_row_flops(m.linear_attn.head_dim); }
 
 double attention_core(const Config& c, bool sparse) {
   const ModelConfig& m = c.model;
@@ -136,9 +134,20 @@ struct Moved {
   parallel::Traffic traffic;
   StepTime time;
 };
-bool alike(const RankPlan& a, const RankPlan& b) {
-  return a.device_phases == b.device_phases && a.host_phases == b.host_phases;
+
+RankPlan held_by(Trainer& t) {
+  RankPlan r;
+  r.rank = t.mesh().world().control->rank();
+  r.device_bytes = t.memory().peaks();
+  r.device_total = t.memory().peak();
+  r.device_phases = t.memory().phases();
+  r.host_bytes = t.host_memory().peaks();
+  r.host_total = t.host_memory().peak();
+  r.host_phases = t.host_memory().phases();
+  return r;
 }
+
+bool alike(const RankPlan& a, const RankPlan& b) { return a.device_phases == b.device_phases && a.host_phases == b.host_phases; }
 
 }  // namespace
 
@@ -205,7 +214,8 @@ StepFlops step_flops(const Config& config, std::int64_t tokens) {
 }
 
 // The second micro-batch of a step may differ from the first (gradients and gathered weights are there already), but each later
-// one finds and leaves what the second did. So two stand for all of them: the peaks are theirs, and each adds the second's traffic and time.
+// one finds and leaves what the second did. So two stand for all of them: the peaks are theirs, and each adds the second's traffic
+// and time.
 RankStep dry_step(const Config& c, int rank, const Machine* machine) {
   std::optional<StepClock> clock;
   if (machine) clock.emplace(*machine);
@@ -244,15 +254,30 @@ RankStep dry_step(const Config& c, int rank, const Machine* machine) {
     d.time.add(two.time, double(micro_batches - 1));
     d.time.add(one.time, -double(micro_batches - 1));
   }
+  if (!std::isfinite(d.time.total()))
+    throw Error("plan: on machine " + machine->name + " a step takes longer than can be counted", ExitCode::bad_job);
   trainer.enter(MemoryPhase::save);
   std::optional<HostCopy> copy;
   if (c.checkpoint.async && c.checkpoint.every > 0) copy.emplace(trainer.host_memory(), saved_rows(trainer));
-  d.plan.device_bytes = trainer.memory().peaks();
-  d.plan.device_total = trainer.memory().peak();
-  d.plan.device_phases = trainer.memory().phases();
-  d.plan.host_bytes = trainer.host_memory().peaks();
-  d.plan.host_phases = trainer.host_memory().phases();
+  d.plan = held_by(trainer);
   return d;
+}
+
+RankPlan resting_rank(const Config& c, int rank) {
+  Trainer trainer(c, parallel::dry(rank, c.parallel.mesh().ranks()), Device::dry);
+  return held_by(trainer);
+}
+
+std::int64_t Plan::most_device() const {
+  std::int64_t most = 0;
+  for (const RankPlan& r : ranks) most = std::max(most, r.device_total);
+  return most;
+}
+
+std::int64_t Plan::most_host() const {
+  std::int64_t most = 0;
+  for (const RankPlan& r : ranks) most = std::max(most, r.host_total);
+  return most;
 }
 
 Plan make_plan(const Config& config, const Machine* machine) {
@@ -280,7 +305,6 @@ Plan make_plan(const Config& config, const Machine* machine) {
       ++same->count;
       continue;
     }
-    d.plan.rank = rank;
     plan.ranks.push_back(d.plan);
   }
   return plan;

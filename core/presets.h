@@ -1,5 +1,5 @@
-// presets.h -- the model presets of configs/models and the machines of configs/machines, compiled into the binary so that it needs no
-// files beside it.
+// presets.h -- the model presets of configs/models and the machines of configs/machines, compiled into the binary so that it needs
+// no files beside it.
 #pragma once
 #include <span>
 #include <string_view>

@@ -1,19 +1,12 @@
-// search.cpp -- the walk over layouts and settings, pruned by arithmetic first.
+// search.cpp -- the walk over layouts and settings, pruned by what is held at rest.
 #include "core/search.h"
 
 #include <algorithm>
-#include <functional>
-#include <map>
-#include <numeric>
-#include <optional>
-
-#include "core/lora.h"
-#include "core/model.h"
 
 namespace moetrain::core {
 namespace {
 
-constexpr std::size_t kWidened = 8;          // starts whose settings are varied
+constexpr std::size_t kWidened = 8;                    // starts whose settings are varied
 constexpr std::int64_t kRoom = std::int64_t(1) << 30;  // a cache is of whole GiB
 
 // key=value of every leaf of `now` that `before` has otherwise. run.device is the planner's own.
@@ -50,8 +43,7 @@ struct Tried {
 
 class Search {
  public:
-  Search(const Config& job, const Machine& machine, const SearchLimits& limits)
-      : job_(job), machine_(machine), limits_(limits), table_(parameters_of(job)) {}
+  Search(const Config& job, const Machine& machine, const SearchLimits& limits) : job_(job), machine_(machine), limits_(limits) {}
 
   SearchResult run() {
     std::vector<Tried> starts = all_starts(), found = starts;
@@ -63,29 +55,39 @@ class Search {
   }
 
  private:
-  using Change = std::function<void(Config&)>;
   static void by_time(std::vector<Tried>& all) {
     std::stable_sort(all.begin(), all.end(), [](const Tried& a, const Tried& b) { return a.seconds < b.seconds; });
   }
-  bool fits(std::int64_t device, std::int64_t host) const {
-    return device <= limits_.device_memory && (limits_.host_memory == 0 || host <= limits_.host_memory);
+  bool fits(const RankPlan& r) const {
+    return r.device_total <= limits_.device_memory && (limits_.host_memory == 0 || r.host_total <= limits_.host_memory);
   }
 
   // Planned for rank 0, the largest where shards are uneven; nothing where it is not allowed or does not fit.
   std::optional<Tried> tried(const Config& c) {
     if (!allowed(c, limits_.ranks)) return {};
-    const std::int64_t resting = resting_bytes(c, table_);
-    if (resting > limits_.device_memory) return too_large(c, resting);
+    if (const RankPlan resting = resting_rank(c, 0); !fits(resting)) return too_large(c, resting);
     const RankStep step = dry_step(c, 0, &machine_);
     ++steps_;
-    const auto& r = step.plan;
-    Tried t{c, step.time.total(), r.device_total, std::accumulate(r.host_bytes.begin(), r.host_bytes.end(), std::int64_t(0))};
-    if (!fits(t.device_bytes, t.host_bytes)) return too_large(c, t.device_bytes);
-    return t;
+    if (!fits(step.plan)) return too_large(c, step.plan);
+    return Tried{c, step.time.total(), step.plan.device_total, step.plan.host_total};
   }
-  std::nullopt_t too_large(const Config& c, std::int64_t bytes) {
-    if (smallest_bytes_ == 0 || bytes < smallest_bytes_) smallest_ = c, smallest_bytes_ = bytes;
+  std::nullopt_t too_large(const Config& c, const RankPlan& r) {
+    ++too_large_;
+    if (!smallest_ || r.device_total < smallest_->device_bytes) smallest_ = {c, 0, r.device_total, r.host_total};
     return std::nullopt;
+  }
+
+  // What may lie in host memory, from nothing on.
+  std::vector<OffloadConfig> offloads() const {
+    std::vector<OffloadConfig> found;
+    const bool host = limits_.host_memory > 0;
+    for (const bool experts : {false, true})
+      for (const bool optimizer : {false, true}) {
+        if ((optimizer || experts) && !host) continue;
+        if (experts && job_.model.num_experts == 0) continue;
+        found.push_back({.optimizer = optimizer, .experts = experts, .slice = job_.memory.offload.slice});
+      }
+    return found;
   }
 
   static void least_memory(Config& c) {
@@ -93,6 +95,13 @@ class Search {
     c.parallel.reshard_after_use = c.parallel.expert_sharding = true;
     c.memory.activation_checkpointing = Checkpointing::full;
     c.memory.cache = {};
+  }
+  std::optional<Tried> least_offloaded(Config c) {
+    for (const OffloadConfig& offload : offloads()) {
+      c.memory.offload = offload;
+      if (auto t = tried(c)) return t;
+    }
+    return {};
   }
 
   std::vector<Tried> all_starts() {
@@ -115,7 +124,7 @@ class Search {
             c.training.gradient_accumulation = sequences / readers / size;
             least_memory(c);
             if (!allowed(c, limits_.ranks)) continue;
-            auto t = tried(c);
+            auto t = least_offloaded(c);
             if (!t) break;  // larger ones hold more
             found.push_back(std::move(*t));
           }
@@ -131,8 +140,11 @@ class Search {
     std::vector<Config> found;
     for (const bool cut_experts : {true, false}) {
       if (!cut_experts && !experts) continue;
-      for (const auto& [sharding, reshard] : {std::pair{Sharding::full, true}, {Sharding::full, false}, {Sharding::gradients, true},
-                                              {Sharding::optimizer, true}, {Sharding::none, true}}) {
+      for (const auto& [sharding, reshard] : {std::pair{Sharding::full, true},
+                                              {Sharding::full, false},
+                                              {Sharding::gradients, true},
+                                              {Sharding::optimizer, true},
+                                              {Sharding::none, true}}) {
         if (!dense && !(sharding == Sharding::full && reshard)) continue;
         found.push_back(start);
         auto& to = found.back().parallel;
@@ -145,15 +157,24 @@ class Search {
   }
 
   void widen(const Tried& start, std::vector<Tried>& found) {
-    std::array<bool, 3> hopeless{};  // with the least sharded memory already
-    bool first = true;
-    for (const Config& c : shardings(start.config)) {
-      if (resting_bytes(c, table_) <= limits_.device_memory) widen_memory(c, first, hopeless, found);
-      first = false;
+    bool reached = false;  // what the start has there
+    for (const OffloadConfig& offload : offloads()) {
+      reached = reached || offload == start.config.memory.offload;
+      if (!reached) continue;
+      Config offloaded = start.config;
+      offloaded.memory.offload = offload;
+      const int too_large = too_large_;
+      std::array<bool, 2> hopeless{};  // with the least sharded memory already
+      bool first = true;
+      for (const Config& c : shardings(offloaded)) {
+        widen_memory(c, first, hopeless, found);
+        first = false;
+      }
+      if (too_large_ == too_large) return;
     }
   }
 
-  void widen_memory(const Config& sharded, bool first, std::array<bool, 3>& hopeless, std::vector<Tried>& found) {
+  void widen_memory(const Config& sharded, bool first, std::array<bool, 2>& hopeless, std::vector<Tried>& found) {
     Config c = sharded;
     for (const Checkpointing kept : {Checkpointing::none, Checkpointing::selective}) {
       bool& gone = hopeless[std::size_t(kept == Checkpointing::selective)];
@@ -169,7 +190,10 @@ class Search {
     const std::int64_t host = limits_.host_memory > 0 ? (limits_.host_memory - without->host_bytes) / kRoom * kRoom : 0;
     c.memory.cache = {.ops = {"auto"}, .device = {(limits_.device_memory - without->device_bytes) / kRoom * kRoom}, .host = {host}};
     if (c.memory.cache.device.bytes + host == 0) return;
-    if (auto t = tried(c)) found.push_back(std::move(*t));
+    auto with = tried(c);
+    if (!with) return;
+    if (with->host_bytes == without->host_bytes) with->config.memory.cache.host = {};  // nothing was worth the way there
+    found.push_back(std::move(*with));
   }
 
   SearchResult result(const std::vector<Tried>& found) {
@@ -177,22 +201,21 @@ class Search {
     const io::YamlNode before = config_to_yaml(job_);
     for (const Tried& t : found) {
       if (r.best.size() == limits_.best) break;
-      Proposal p{.config = t.config, .set = {}, .ms = 1e3 * t.seconds, .device_bytes = t.device_bytes, .host_bytes = t.host_bytes};
+      Proposal p{.config = t.config};
       differences(before, config_to_yaml(t.config), "", p.set);
       if (std::any_of(r.best.begin(), r.best.end(), [&](const Proposal& o) { return o.set == p.set; })) continue;
       const Plan plan = make_plan(t.config, &machine_);
-      for (const RankPlan& rank : plan.ranks) {
-        p.device_bytes = std::max(p.device_bytes, rank.device_total);
-        p.host_bytes = std::max(p.host_bytes, std::accumulate(rank.host_bytes.begin(), rank.host_bytes.end(), std::int64_t(0)));
-      }
+      p.device_bytes = plan.most_device();
+      p.host_bytes = plan.most_host();
       p.ms = 1e3 * plan.time->total();
-      if (fits(p.device_bytes, p.host_bytes)) r.best.push_back(std::move(p));
+      if (std::all_of(plan.ranks.begin(), plan.ranks.end(), [&](const RankPlan& rank) { return fits(rank); }))
+        r.best.push_back(std::move(p));
     }
     std::stable_sort(r.best.begin(), r.best.end(), [](const Proposal& a, const Proposal& b) { return a.ms < b.ms; });
     r.tried = steps_;
-    if (r.best.empty() && smallest_bytes_ > 0) {
-      r.smallest = {.config = smallest_, .set = {}, .device_bytes = smallest_bytes_};
-      differences(before, config_to_yaml(smallest_), "", r.smallest->set);
+    if (r.best.empty() && smallest_) {
+      r.smallest = {.config = smallest_->config, .device_bytes = smallest_->device_bytes, .host_bytes = smallest_->host_bytes};
+      differences(before, config_to_yaml(smallest_->config), "", r.smallest->set);
     }
     return r;
   }
@@ -200,10 +223,8 @@ class Search {
   const Config& job_;
   const Machine& machine_;
   const SearchLimits& limits_;
-  ParamTable table_;
-  int steps_ = 0;
-  Config smallest_;
-  std::int64_t smallest_bytes_ = 0;
+  int steps_ = 0, too_large_ = 0;
+  std::optional<Tried> smallest_;  // of what does not fit
 };
 
 }  // namespace
@@ -217,27 +238,8 @@ bool allowed(const Config& c, int ranks) {
   return std::all_of(faults.begin(), faults.end(), of_files) && !(c.run.device == DeviceChoice::cuda && c.cpu_only());
 }
 
-std::int64_t resting_bytes(const Config& config, const ParamTable& table) {
-  const auto& p = config.parallel;
-  const double ranks = p.mesh().ranks();
-  double bytes = 0;
-  for (const Param& param : table.all()) {
-    const bool expert = param.unit == UnitKind::experts, cut = param.cut != Cut::none && !expert;
-    const double count = double(param.shape.count()) / (expert ? p.expert_parallel : cut ? p.tensor_parallel : 1);
-    const double group = expert ? ranks / p.expert_parallel : cut ? ranks / p.tensor_parallel : ranks;
-    auto sharding = p.sharding;
-    if (param.unit == UnitKind::router_bias || (expert && !p.expert_sharding)) sharding = parallel::Sharding::none;
-    const DType dtype = param.pinned ? real_of(config.run.dtype) : config.run.dtype, real = real_of(dtype);
-    const double shard = count / group;
-    bytes += double(size_of(dtype)) * (sharding == parallel::Sharding::full ? shard : count);
-    if (!param.trainable) continue;
-    const bool whole_sums = sharding == parallel::Sharding::none || sharding == parallel::Sharding::optimizer;
-    bytes += double(size_of(real)) * (whole_sums ? count : shard);
-    bytes += double((dtype == real ? 2 : 3) * size_of(real)) * (sharding == parallel::Sharding::none ? count : shard);
-  }
-  return std::int64_t(bytes);
+SearchResult search(const Config& job, const Machine& machine, const SearchLimits& limits) {
+  return Search(job, machine, limits).run();
 }
-
-SearchResult search(const Config& job, const Machine& machine, const SearchLimits& limits) { return Search(job, machine, limits).run(); }
 
 }  // namespace moetrain::core

@@ -19,7 +19,8 @@ void StepTime::add(const StepTime& o, double times) {
   host += times * o.host;
 }
 
-StepClock::StepClock(const Machine& machine) : machine_(machine), timeline_(machine.beside, machine.drag), network_(machine.network) {
+StepClock::StepClock(const Machine& machine)
+    : machine_(machine), timeline_(machine.beside, machine.drag), network_(machine.network) {
   network_.timeline = &timeline_;
 }
 

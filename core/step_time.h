@@ -2,12 +2,12 @@
 //
 //   step = sum over operators of t (core/machine.h)
 //        + what messages beside them slow them down
-//        + what the device stands still for weights, sums and experts' rows of other ranks, for what lies in host memory, and for its
-//          host, which needs queue seconds an operator and waits where it has to know how many rows go to whom
+//        + what the device stands still for weights, sums and experts' rows of other ranks, for what lies in host memory, and for
+//          its host, which needs queue seconds an operator and waits where it has to know how many rows go to whom
 //
-// The dry run makes every call of the real one, in its order: what is computed again is counted again, what is kept or found is not, and
-// a message stands in the way only as far as it is not there when it is waited for (memory/timeline.h). Routing is balanced. Not in it:
-// reading data, writing checkpoints and log lines, evaluation.
+// The dry run makes every call of the real one, in its order: what is computed again is counted again, what is kept or found is
+// not, and a message stands in the way only as far as it is not there when it is waited for (memory/timeline.h). Routing is
+// balanced. Not in it: reading data, writing checkpoints and log lines, evaluation.
 #pragma once
 #include <memory>
 
@@ -20,11 +20,11 @@ namespace moetrain::core {
 
 // In seconds.
 struct StepTime {
-  std::array<PassRates, ops::kWorkKinds> work{};     // of operators, forward and backward
-  double slowed = 0;                                 // of them by messages
-  double queueing = 0;                               // the device stands still for its host
-  std::array<double, parallel::kPurposes> waits{};   // for other ranks
-  double host = 0;                                   // for what lies in host memory
+  std::array<PassRates, ops::kWorkKinds> work{};    // of operators, forward and backward
+  double slowed = 0;                                // of them by messages
+  double queueing = 0;                              // the device stands still for its host
+  std::array<double, parallel::kPurposes> waits{};  // for other ranks
+  double host = 0;                                  // for what lies in host memory
   double total() const;
   void add(const StepTime& o, double times);
 };

@@ -262,7 +262,8 @@ TEST_CASE("ranks of a plan are those that a dry step of each tells apart", "[cor
     const std::vector<io::Batch> batches(1, {{}, {}, {0, 9, 18, 27}, {0, 9, 18, 27}});
     one.step(batches);
     one.enter(MemoryPhase::save);
-    const auto same = std::find_if(found.begin(), found.end(), [&](const RankPlan& p) { return p.device_phases == one.memory().phases(); });
+    const auto same =
+        std::find_if(found.begin(), found.end(), [&](const RankPlan& p) { return p.device_phases == one.memory().phases(); });
     if (same == found.end())
       found.push_back({.rank = r, .count = 1, .device_bytes = one.memory().peaks(), .device_phases = one.memory().phases()});
     else

@@ -19,7 +19,12 @@ constexpr double kNever = 1e-300;  // of what takes no time
 
 // Every kind of arithmetic at one rate; all else takes no time.
 Machine machine_of(double flops_per_s) {
-  Machine m{.name = "round", .device = Device::cpu, .memory_bytes = 1 << 30, .memory_bytes_per_s = 1 / kNever, .rows_bytes_per_s = 1 / kNever, .host_bytes_per_s = 1 / kNever};
+  Machine m{.name = "round",
+            .device = Device::cpu,
+            .memory_bytes = 1 << 30,
+            .memory_bytes_per_s = 1 / kNever,
+            .rows_bytes_per_s = 1 / kNever,
+            .host_bytes_per_s = 1 / kNever};
   m.network = {.near = {1 / kNever, 0}, .far = {1 / kNever, 0}, .ranks_a_host = 1};
   for (const DType dtype : {DType::bf16, DType::f32, DType::f64}) {
     KindRates& rates = m.flops_per_s[dtype];
@@ -84,7 +89,8 @@ TEST_CASE("every fault of a machine is told with its line", "[core]") {
   CHECK(with("launch_s: 0", "launch_s: -1").find("launch_s: is '-1', expected a number >= 0") != std::string::npos);
   CHECK(with("linear:", "liner:").find("flops_per_s.bf16.liner: unknown key") != std::string::npos);
   CHECK(with("linear:", "liner:").find("flops_per_s.bf16.linear: is missing") != std::string::npos);
-  CHECK(with("ranks_a_host: 1", "ranks_a_host: 0").find("links.ranks_a_host: is '0', expected an integer >= 1") != std::string::npos);
+  CHECK(with("ranks_a_host: 1", "ranks_a_host: 0").find("links.ranks_a_host: is '0', expected an integer >= 1") !=
+        std::string::npos);
   CHECK_THROWS_AS(read_machine("h9000"), Error);
 }
 
@@ -108,7 +114,8 @@ TEST_CASE("an operator takes the longer of its arithmetic and its bytes, a launc
   CHECK(seconds({.dtype = DType::f32, .bytes = 10}) == 2.5);
 }
 
-TEST_CASE("on a machine of one flop a second a step takes the model's FLOPs, and those that are computed again once more", "[core]") {
+TEST_CASE("on a machine of one flop a second a step takes the model's FLOPs, and those that are computed again once more",
+          "[core]") {
   const Machine m = machine_of(1);
   Config c = one_layer();
   const Plan plan = make_plan(c, &m);
@@ -121,7 +128,8 @@ TEST_CASE("on a machine of one flop a second a step takes the model's FLOPs, and
   c.memory.activation_checkpointing = Checkpointing::full;
   const double last = 2 * 32 * 40 * 24;  // nobody asks again for what a layer adds last
   CHECK(near(make_plan(c, &m).time->total(), f.total() + (f.kda + f.dense_mlp) / 3 - last));
-  c.memory.activation_checkpointing = Checkpointing::selective;  // KDA's own result and projections are found; the MLP's too, in part
+  c.memory.activation_checkpointing =
+      Checkpointing::selective;  // KDA's own result and projections are found; the MLP's too, in part
   const double selective = make_plan(c, &m).time->total();
   CHECK(selective > f.total() * (1 - 1e-12));
   CHECK(selective < f.total() + f.dense_mlp / 3);
@@ -153,7 +161,7 @@ TEST_CASE("what travels is in the way only as far as nothing hides it", "[core]"
   const Plan plan = make_plan(c, &m);
   const auto& waits = plan.time->waits;
   const double gathered = waits[std::size_t(parallel::Purpose::gather)] + waits[std::size_t(parallel::Purpose::reduce)];
-  CHECK(near(plan.time->total(), gathered));  // nothing to hide behind
+  CHECK(near(plan.time->total(), gathered));            // nothing to hide behind
   CHECK(gathered > 0.9 * double(plan.bytes_gathered));  // but for small sums of host memory
   CHECK(gathered <= double(plan.bytes_gathered));
 
@@ -170,12 +178,44 @@ TEST_CASE("what travels is in the way only as far as nothing hides it", "[core]"
   CHECK(near(blocking.time->total(), hidden.time->total() - exposed + gathered));
 }
 
+TEST_CASE("optimizer state in host memory passes its link both ways, in slices that leave while others come", "[core]") {
+  Machine m = machine_of(1 / kNever);
+  m.host_bytes_per_s = 1;
+  Config c = one_layer();
+  c.memory.offload.optimizer = true;
+  const Plan whole = make_plan(c, &m);
+  const double state = 8.0 * double(whole.parameters.trainable);  // two moments of f32, whose weights are their own masters
+  CHECK(near(whole.time->host, 2 * state));                       // one slice: nothing leaves before all has come
+  CHECK(near(whole.time->total(), 2 * state));
+  c.memory.offload.slice = {4096};
+  const double slices = make_plan(c, &m).time->host;
+  CHECK(slices >= state);
+  CHECK(slices < 1.2 * state);
+  m.beside = false;
+  CHECK(near(make_plan(c, &m).time->host, 2 * state));
+}
+
+TEST_CASE("experts in host memory come for each pass, and cost nothing where other layers take as long", "[core]") {
+  Machine m = machine_of(1 / kNever);
+  m.host_bytes_per_s = 1;
+  Config c = test::tiny_linear_config();
+  c.run.dtype = DType::f32;
+  c.memory.offload.experts = true;
+  const Plan plan = make_plan(c, &m);
+  const double experts = 4.0 * double(plan.parameters.routed_experts);
+  CHECK(near(plan.time->host, 2 * experts));
+  m = machine_of(1);
+  m.host_bytes_per_s = 1e9;
+  CHECK(make_plan(c, &m).time->host < 1e-6 * make_plan(c, &m).time->total());
+}
+
 TEST_CASE("results in host memory travel beside other layers, and are waited for on a slow link", "[core]") {
   Machine m = machine_of(1);
   m.host_bytes_per_s = 1e6;
   Config c = test::tiny_linear_config();
   c.run.dtype = DType::f32;
-  c.memory = {.activation_checkpointing = Checkpointing::full, .cache = {.ops = {"linear", "kda"}, .device = {}, .host = {1 << 30}}};
+  c.memory = {.activation_checkpointing = Checkpointing::full,
+              .cache = {.ops = {"linear", "kda"}, .device = {}, .host = {1 << 30}}};
   const Plan fast = make_plan(c, &m);
   CHECK(fast.time->host == 0);
   CHECK(fast.ranks[0].host_bytes[std::size_t(Category::cache)] > 0);
