@@ -129,6 +129,7 @@ CLI::App& add_plan(CLI::App& app, PlanArguments& a) {
   c.add_option("--machine", a.machine,
                "Predicts a step's time on it, and judges the job by its memory: a file of bench --machine, or a name of "
                "configs/machines; h200 for a job of GPUs unless told, then for the time alone")
+      ->check(not_empty)
       ->type_name("FILE|NAME");
   c.add_flag("--search", a.search,
              "Proposes layouts and memory settings of the same model and global batch, of least predicted time, for --ranks N (the "
@@ -196,9 +197,10 @@ CLI::App& add_bench(CLI::App& app, BenchArguments& a) {
   CLI::App& c = *app.add_subcommand("bench", "Operators on this machine's GPU, each beside the time its bytes and FLOPs need at least");
   c.add_option("NAME", a.names, "Operators to time; all unless told")->type_name("");
   c.add_flag("--json", a.json, "One JSON object instead of a table");
-  c.add_option("--machine", a.machine,
-               "Instead writes what this machine does in a second, for plan --machine: on its GPU where the build has CUDA and sees one, "
-               "else on its CPU; under mpirun also what messages between ranks take")
+  c.add_option(
+       "--machine", a.machine,
+       "Instead writes what this machine does in a second, for plan --machine: on its GPU where the build has CUDA and sees one, "
+       "else on its CPU; under mpirun also what messages between ranks take")
       ->check(not_empty)
       ->type_name("OUT.yaml");
   c.footer("Examples:\n  moetrain bench\n  moetrain bench linear cross_entropy\n  moetrain bench --json");

@@ -25,7 +25,7 @@ struct PlanArguments {
   JobArguments job;
   int ranks = 0;
   std::optional<std::int64_t> device_memory, host_memory;  // bytes
-  std::string machine;  // a name or a file; empty: that of the job's device, where there is one
+  std::string machine;                                     // a name or a file; empty: that of the job's device, where there is one
   bool search = false, json = false;
 };
 struct InspectArguments {

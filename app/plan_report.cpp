@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <iomanip>
 #include <iostream>
-#include <numeric>
 #include <sstream>
 
 namespace moetrain::app {
@@ -12,15 +11,13 @@ namespace {
 
 constexpr int kName = 20, kColumn = 12;
 
-std::int64_t sum(const CategoryBytes& bytes) { return std::accumulate(bytes.begin(), bytes.end(), std::int64_t(0)); }
-
 void print_line(const std::string& name, const std::vector<std::string>& columns) {
   std::cout << "  " << std::left << std::setw(kName) << name << std::right;
   for (const std::string& column : columns) std::cout << std::setw(kColumn) << column;
   std::cout << "\n";
 }
 
-void print_phases(const std::array<PhaseBytes, kMemoryPhases>& phases, const CategoryBytes& most, std::int64_t total, const std::string& sums) {
+void print_phases(const std::array<PhaseBytes, kMemoryPhases>& phases, const CategoryBytes& most, std::int64_t total) {
   for (int c = 0; c < kCategories; ++c) {
     if (most[std::size_t(c)] == 0) continue;
     std::vector<std::string> columns;
@@ -31,7 +28,7 @@ void print_phases(const std::array<PhaseBytes, kMemoryPhases>& phases, const Cat
   std::vector<std::string> columns;
   for (const PhaseBytes& p : phases) columns.push_back(bytes_text(p.total));
   columns.push_back(bytes_text(total));
-  print_line(sums, columns);
+  print_line("peak of the sum", columns);
 }
 
 constexpr std::pair<parallel::Purpose, const char*> kWaits[] = {{parallel::Purpose::gather, "weights"},
@@ -60,10 +57,10 @@ void print_bytes(const core::RankPlan& rank) {
   for (int p = 0; p < kMemoryPhases; ++p) names.emplace_back(name_of(MemoryPhase(p)));
   names.emplace_back("most");
   print_line("device memory", names);
-  print_phases(rank.device_phases, rank.device_bytes, rank.device_total, "peak of the sum");
-  if (sum(rank.host_bytes) == 0) return;
+  print_phases(rank.device_phases, rank.device_bytes, rank.device_total);
+  if (rank.host_total == 0) return;
   print_line("host memory", names);
-  print_phases(rank.host_phases, rank.host_bytes, sum(rank.host_bytes), "sum");
+  print_phases(rank.host_phases, rank.host_bytes, rank.host_total);
 }
 
 io::Json bytes_json(const CategoryBytes& bytes, std::int64_t total) {
@@ -104,14 +101,16 @@ void print_time(const core::StepTime& time, double tokens, double flops, int ran
     other(words, time.waits[std::size_t(purpose)]);
   }
   other("waits: host memory", time.host);
-  print_line("a step", {ms(seconds), "", fixed(tokens / seconds, 0) + " tokens/s, " + fixed(flops / seconds / ranks * 1e-12, 1) +
-                                             " model TFLOP/s a rank"});
+  print_line("a step",
+             {ms(seconds), "",
+              fixed(tokens / seconds, 0) + " tokens/s, " + fixed(flops / seconds / ranks * 1e-12, 1) + " model TFLOP/s a rank"});
 }
 
 io::Json parts_json(const core::StepTime& time) {
   io::Json j;
   for (int k = 0; k < ops::kWorkKinds; ++k)
-    j[name_of(ops::WorkKind(k))] = {{"forward", 1e3 * time.work[std::size_t(k)][0]}, {"backward", 1e3 * time.work[std::size_t(k)][1]}};
+    j[name_of(ops::WorkKind(k))] = {{"forward", 1e3 * time.work[std::size_t(k)][0]},
+                                    {"backward", 1e3 * time.work[std::size_t(k)][1]}};
   j["slowed_by_messages"] = 1e3 * time.slowed;
   for (const auto& [purpose, name] : kWaits) j["waits"][name] = 1e3 * time.waits[std::size_t(purpose)];
   j["waits"]["its_host"] = 1e3 * time.queueing;

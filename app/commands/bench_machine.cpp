@@ -29,7 +29,8 @@ std::pair<int, int> ranks_here(parallel::Communicator& control) {
     count += all[r] == all[0];
     before += all[r] == mine && int(r) < control.rank();
   }
-  if (control.size() % count != 0) throw Error("bench --machine: " + std::to_string(control.size()) + " ranks are not as many on every host");
+  if (control.size() % count != 0)
+    throw Error("bench --machine: " + std::to_string(control.size()) + " ranks are not as many on every host");
   return {count, before};
 }
 
@@ -46,20 +47,25 @@ ExitCode bench_machine(const BenchArguments& a, parallel::Communicator& control)
   core::together(control, [&, local = local_rank] {
     if constexpr (kHasCuda)
       if (const int seen = cuda::devices(); seen > 0) {
-        if (local >= seen) throw Error("bench --machine: rank " + std::to_string(local) + " of this host has no GPU; " + std::to_string(seen) + " are seen");
+        if (local >= seen)
+          throw Error("bench --machine: rank " + std::to_string(local) + " of this host has no GPU; " + std::to_string(seen) +
+                      " are seen");
         cuda::use_device(local);
         device = Device::cuda;
       }
   });
-  const core::Machine machine = core::measure_machine(fs::path(a.machine).stem(), device, control, local_ranks, [&](const std::string& what) {
-    if (control.rank() == 0) spdlog::info("{}", what);
-  });
+  const core::Machine machine =
+      core::measure_machine(fs::path(a.machine).stem(), device, control, local_ranks, [&](const std::string& what) {
+        if (control.rank() == 0) spdlog::info("{}", what);
+      });
   core::together(control, [&] {
     if (control.rank() != 0) return;
-    const std::string links = control.size() == 1 ? "links are those of copies in its memory" : "links are those of one host, between hosts too";
-    io::write_text_atomically(a.machine, "# Measured by moetrain bench --machine on " + std::to_string(control.size()) + " ranks, " + std::to_string(local_ranks) +
-                                             " a host" + (control.size() == local_ranks ? "; " + links : "") + ". messages.drag is not measured.\n" +
-                                             io::to_yaml(core::machine_to_yaml(machine)));
+    const std::string links =
+        control.size() == 1 ? "links are those of copies in its memory" : "links are those of one host, between hosts too";
+    io::write_text_atomically(a.machine, "# Measured by moetrain bench --machine on " + std::to_string(control.size()) +
+                                             " ranks, " + std::to_string(local_ranks) + " a host" +
+                                             (control.size() == local_ranks ? "; " + links : "") +
+                                             ". messages.drag is not measured.\n" + io::to_yaml(core::machine_to_yaml(machine)));
     spdlog::info("{}: written", a.machine);
   });
   return ExitCode::done;
