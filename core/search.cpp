@@ -192,7 +192,10 @@ class Search {
     if (c.memory.cache.device.bytes + host == 0) return;
     auto with = tried(c);
     if (!with) return;
-    if (with->host_bytes == without->host_bytes) with->config.memory.cache.host = {};  // nothing was worth the way there
+    if (with->host_bytes == without->host_bytes) {  // nothing was worth the way there
+      if (c.memory.cache.device.bytes == 0) return;
+      with->config.memory.cache.host = {};
+    }
     found.push_back(std::move(*with));
   }
 

@@ -137,6 +137,15 @@ io::Json search_json(const core::SearchResult& found) {
   return j;
 }
 
+std::string memory_text(const MemoryLimits& m) {
+  std::string text = m.device ? bytes_text(*m.device) + " of device memory" : "";
+  if (m.host) text += (text.empty() ? "" : " and ") + bytes_text(*m.host) + " of host memory";
+  return text;
+}
+std::string memory_text(const core::Proposal& p) {  // of the largest rank
+  return memory_text(MemoryLimits{p.device_bytes, p.host_bytes > 0 ? std::optional(p.host_bytes) : std::nullopt});
+}
+
 std::string set_lines(const core::Proposal& p) {
   std::string text;
   for (const std::string& set : p.set) text += " --set " + set;
@@ -146,11 +155,8 @@ std::string set_lines(const core::Proposal& p) {
 void print_search(const core::SearchResult& found, int ranks) {
   std::cout << found.best.size() << " best of " << found.tried << " planned for " << ranks
             << " ranks, with the job's model and global batch\n";
-  for (const core::Proposal& p : found.best) {
-    std::cout << fixed(p.ms, 1) << " ms a step, " << bytes_text(p.device_bytes) << " of the largest rank's device";
-    if (p.host_bytes > 0) std::cout << ", " << bytes_text(p.host_bytes) << " of host memory";
-    std::cout << "\n " << set_lines(p) << "\n";
-  }
+  for (const core::Proposal& p : found.best)
+    std::cout << fixed(p.ms, 1) << " ms a step, " << memory_text(p) << "\n " << set_lines(p) << "\n";
 }
 
 ExitCode search(const core::Config& job, const core::Machine& machine, const PlanArguments& a, const MemoryLimits& limits) {
@@ -161,10 +167,9 @@ ExitCode search(const core::Config& job, const core::Machine& machine, const Pla
     std::cout << search_json(found).dump(2) << "\n";
   } else if (found.best.empty()) {
     std::cout << "no layout of " << ranks << " ranks "
-              << (found.smallest ? "fits " + bytes_text(*limits.device) + " of each device" : "has this model and global batch")
-              << "\n";
+              << (found.smallest ? "fits " + memory_text(limits) : "has this model and global batch") << "\n";
     if (found.smallest)
-      std::cout << "the least is " << bytes_text(found.smallest->device_bytes) << ", with\n " << set_lines(*found.smallest) << "\n";
+      std::cout << "the least is " << memory_text(*found.smallest) << ", with\n " << set_lines(*found.smallest) << "\n";
   } else {
     print_search(found, ranks);
   }
@@ -192,10 +197,7 @@ ExitCode plan(const PlanArguments& arguments) {
     return ExitCode::done;
   }
   print_plan(job, plan, machine);
-  if (fit)
-    std::cout << (*fit ? "fits" : "does not fit") << (limits.device ? " " + bytes_text(*limits.device) + " of device memory" : "")
-              << (limits.host ? std::string(limits.device ? " and " : " ") + bytes_text(*limits.host) + " of host memory" : "")
-              << "\n";
+  if (fit) std::cout << (*fit ? "fits " : "does not fit ") << memory_text(limits) << "\n";
   for (const std::string& line : lines) std::cout << "  " << line << "\n";
   if (!machine && job.run.device == core::DeviceChoice::automatic && !job.cpu_only())
     std::cout << "run.device auto: planned for CPU ranks, since this build has no CUDA; --machine h200 plans for that GPU\n";

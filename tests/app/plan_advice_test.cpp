@@ -18,6 +18,7 @@ core::Config job() {
   c.training.micro_batch_size = 2;
   c.memory.offload.slice = {4096};
   c.data.train = {"/"};
+  c.data.format = io::DataFormat::tokens;
   return c;
 }
 
