@@ -115,6 +115,8 @@ CLI::App& add_check(CLI::App& app, CheckArguments& a) {
   return c;
 }
 
+std::string not_empty(const std::string& text) { return text.empty() ? "must not be empty" : ""; }
+
 CLI::App& add_plan(CLI::App& app, PlanArguments& a) {
   CLI::App& c = *app.add_subcommand(
       "plan", "Parameters, bytes of every rank and FLOPs of a step, without running it; touches no device and no data");
@@ -153,8 +155,6 @@ CLI::App& add_inspect(CLI::App& app, InspectArguments& a) {
       "Kimi-Linear-48B-A3B-Instruct");
   return c;
 }
-
-std::string not_empty(const std::string& text) { return text.empty() ? "must not be empty" : ""; }
 
 CLI::App& add_import(CLI::App& app, ImportArguments& a) {
   CLI::App& c = *app.add_subcommand("import", "The weights of a Hugging Face folder as a checkpoint; under mpirun each rank reads a part");

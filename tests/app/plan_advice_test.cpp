@@ -14,7 +14,8 @@ core::Config job() {
   core::Config c = test::tiny_config();
   c.run.dtype = DType::f32;
   c.parallel.data_parallel = 2;
-  c.parallel.sharding = parallel::Sharding::optimizer;
+  c.parallel.sharding = parallel::Sharding::none;
+  c.parallel.bucket_size = {0};
   c.training.micro_batch_size = 2;
   c.memory.offload.slice = {4096};
   c.data.train = {"/"};
@@ -45,7 +46,7 @@ TEST_CASE("a job with too much on its devices is told every change that lowers i
   for (const char* change :
        {"parallel.sharding: full", "memory.activation_checkpointing: full", "memory.offload.optimizer: host",
         "memory.offload.experts: host", "parallel.expert_parallel: 2 and data_parallel: 1",
-        "training.micro_batch_size: 1 and gradient_accumulation: 2", "twice the ranks, parallel.data_parallel: 4"}) {
+        "training.micro_batch_size: 1 and gradient_accumulation: 2", "twice the ranks, parallel.sequence_parallel: 2"}) {
     INFO(change);
     CHECK(line_of(lines, change).ends_with(", which fits"));
   }
