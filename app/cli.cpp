@@ -115,6 +115,8 @@ CLI::App& add_check(CLI::App& app, CheckArguments& a) {
   return c;
 }
 
+std::string not_empty(const std::string& text) { return text.empty() ? "must not be empty" : ""; }
+
 CLI::App& add_plan(CLI::App& app, PlanArguments& a) {
   CLI::App& c = *app.add_subcommand(
       "plan", "Parameters, bytes of every rank and FLOPs of a step, without running it; touches no device and no data");
@@ -126,10 +128,18 @@ CLI::App& add_plan(CLI::App& app, PlanArguments& a) {
   c.add_option("--host-memory", a.host_memory, "Memory of the host for one rank, as 2TB: says whether the job fits")
       ->type_name("SIZE")
       ->transform(size());
+  c.add_option("--machine", a.machine,
+               "Predicts a step's time on it, and judges the job by its memory: a file of bench --machine, or a name of "
+               "configs/machines; h200 for a job of GPUs unless told, then for the time alone")
+      ->check(not_empty)
+      ->type_name("FILE|NAME");
+  c.add_flag("--search", a.search,
+             "Proposes layouts and memory settings of the same model and global batch, of least predicted time, for --ranks N (the "
+             "job's number unless told)");
   c.add_flag("--json", a.json, "One JSON object instead of tables");
   c.footer(
       "Examples:\n  moetrain plan job.yaml\n  moetrain plan job.yaml --device-memory 141GB --json\n  moetrain plan job.yaml --set "
-      "parallel.expert_parallel=8 --set parallel.data_parallel=2");
+      "parallel.expert_parallel=8 --set parallel.data_parallel=2\n  moetrain plan job.yaml --machine h200 --search --ranks 64");
   return c;
 }
 
@@ -145,8 +155,6 @@ CLI::App& add_inspect(CLI::App& app, InspectArguments& a) {
       "Kimi-Linear-48B-A3B-Instruct");
   return c;
 }
-
-std::string not_empty(const std::string& text) { return text.empty() ? "must not be empty" : ""; }
 
 CLI::App& add_import(CLI::App& app, ImportArguments& a) {
   CLI::App& c = *app.add_subcommand("import", "The weights of a Hugging Face folder as a checkpoint; under mpirun each rank reads a part");
@@ -189,6 +197,12 @@ CLI::App& add_bench(CLI::App& app, BenchArguments& a) {
   CLI::App& c = *app.add_subcommand("bench", "Operators on this machine's GPU, each beside the time its bytes and FLOPs need at least");
   c.add_option("NAME", a.names, "Operators to time; all unless told")->type_name("");
   c.add_flag("--json", a.json, "One JSON object instead of a table");
+  c.add_option(
+       "--machine", a.machine,
+       "Instead writes what this machine does in a second, for plan --machine: on its GPU where the build has CUDA and sees one, "
+       "else on its CPU; under mpirun also what messages between ranks take")
+      ->check(not_empty)
+      ->type_name("OUT.yaml");
   c.footer("Examples:\n  moetrain bench\n  moetrain bench linear cross_entropy\n  moetrain bench --json");
   return c;
 }
@@ -249,6 +263,8 @@ Command parse(int argc, const char* const* argv) {
     refuse("export: --experts and --base are of --to peft", "moetrain export --help");
   if (export_app.parsed() && exports.merge && exports.to != "hf") refuse("export: --merge is of --to hf", "moetrain export --help");
   if (export_app.parsed()) return exports;
+  if (bench_app.parsed() && !bench.machine.empty() && (bench.json || !bench.names.empty()))
+    refuse("bench: --machine measures what it needs, without NAME or --json", "moetrain bench --help");
   if (bench_app.parsed()) return bench;
   if (verify_app.parsed()) return verify;
   return inspect;

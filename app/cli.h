@@ -25,7 +25,8 @@ struct PlanArguments {
   JobArguments job;
   int ranks = 0;
   std::optional<std::int64_t> device_memory, host_memory;  // bytes
-  bool json = false;
+  std::string machine;                                     // a name or a file; empty: that of the job's device, where there is one
+  bool search = false, json = false;
 };
 struct InspectArguments {
   std::string path;
@@ -41,6 +42,7 @@ struct ExportArguments {
 };
 struct BenchArguments {
   std::vector<std::string> names;  // empty: all
+  std::string machine;             // file to be written; empty: none
   bool json = false;
 };
 struct VerifyArguments {

@@ -13,6 +13,7 @@ ExitCode inspect(const InspectArguments& arguments);
 ExitCode import(const ImportArguments& arguments, parallel::Communicator& control);  // collective, as export is
 ExitCode export_to(const ExportArguments& arguments, parallel::Communicator& control);
 ExitCode bench(const BenchArguments& arguments);
+ExitCode bench_machine(const BenchArguments& arguments, parallel::Communicator& control);  // collective
 ExitCode verify(const VerifyArguments& arguments);
 
 }  // namespace moetrain::app

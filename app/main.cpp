@@ -104,5 +104,7 @@ int main(int argc, char** argv) {
     return by_all_ranks([&](parallel::Communicator& control) { return app::import(*import, control); }, argc, argv);
   if (const auto* exports = std::get_if<app::ExportArguments>(&command))
     return by_all_ranks([&](parallel::Communicator& control) { return app::export_to(*exports, control); }, argc, argv);
+  if (const auto* bench = std::get_if<app::BenchArguments>(&command); bench && !bench->machine.empty())
+    return by_all_ranks([&](parallel::Communicator& control) { return app::bench_machine(*bench, control); }, argc, argv);
   return by_one_rank([&](int ranks) { return run(command, ranks); }, argc, argv);
 }

@@ -274,7 +274,8 @@ void AttentionMla::attend_sparse(Pass& pass, Kept& k, ConstTensor indices, Tenso
                                                                   .scale = scale_,
                                                                   .o_latent = k.o_latent,
                                                                   .lse = k.lse,
-                                                                  .probability = probability});
+                                                                  .probability = probability,
+                                                                  .pairs = pass.batch->documents.pairs(indices.shape[1])});
     });
   }
   auto result = pass.result(ResultOp::linear, {{&k.o, pass.dtype, {pass.T(), P_}}});
@@ -396,7 +397,8 @@ void AttentionMla::attend_sparse_backward(Pass& pass, const Kept& k, ConstTensor
                                                                .dq_latent = dq_latent,
                                                                .dq = dq,
                                                                .dlatent = dlatent,
-                                                               .dk_extra = dextra});
+                                                               .dk_extra = dextra,
+                                                               .pairs = pass.batch->documents.pairs(indices.shape[1])});
   sum_keys(pass, dlatent, dextra, dc, dk_extra);
   project_heads_backward(pass, kv_b_, {ops::HeadDirection::to_latent, N_, 0, Hn_, 0}, dq_latent, k.q, dq);
 }

@@ -114,6 +114,7 @@ void CheckpointSaver::begin() { start(/*beside=*/true); }
 
 void CheckpointSaver::start(bool beside) {
   finish();
+  trainer_.enter(MemoryPhase::save);
   start_ = std::chrono::steady_clock::now();
   beside_ = beside;
   step_ = trainer_.progress().step;

@@ -150,6 +150,7 @@ struct OffloadConfig {
   bool optimizer = false;  // moments and masters in host memory
   bool experts = false;    // weights of routed experts in host memory
   io::ByteCount slice{std::int64_t(96) << 20};
+  bool operator==(const OffloadConfig&) const = default;
 };
 struct MemoryConfig {
   Checkpointing activation_checkpointing = Checkpointing::none;

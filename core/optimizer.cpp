@@ -27,8 +27,8 @@ Optimizer::Optimizer(Memory& memory, const Offload& offload, const OptimizerConf
       params_(params),
       host_(offload.host),
       states_(std::size_t(table.size())),
-      down_(memory.device()),
-      up_(memory.device()) {
+      down_(memory),
+      up_(memory) {
   std::int64_t bytes = 0;
   for (int i = 0; i < table.size(); ++i) {
     if (!table[i].trainable) continue;
@@ -155,7 +155,8 @@ void Optimizer::update_in_slices(ops::Context& ctx, ops::AdamW step, const std::
       ++shard;
       done = 0;
     }
-    each_part(stage, [&](Tensor from, Tensor to) { up_.copy(to.data, from.data, from.bytes(), stage.came); });
+    each_part(stage,
+              [&](Tensor from, Tensor to) { up_.copy(Transfer::Way::to_device, to.data, from.data, from.bytes(), stage.came); });
   };
   bring(stages[0], rooms_[0].view());
   for (std::size_t s = 0; !stages[s % kRooms].here.empty(); ++s) {
@@ -164,7 +165,7 @@ void Optimizer::update_in_slices(ops::Context& ctx, ops::AdamW step, const std::
     up_.wait(now.came);
     step.shards = now.here;
     ops::adamw(ctx, step);
-    each_part(now, [&](Tensor to, Tensor from) { down_.copy(to.data, from.data, from.bytes(), now.left); });
+    each_part(now, [&](Tensor to, Tensor from) { down_.copy(Transfer::Way::to_host, to.data, from.data, from.bytes(), now.left); });
   }
   check(shard == shards.size(), "optimizer: a room holds no element", {{"bytes", room}});
   for (const Stage& stage : stages) down_.wait(stage.left);

@@ -2,10 +2,12 @@
 #include "core/plan.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 
 #include "core/checkpoint_saver.h"
 #include "core/trainer.h"
+#include "ops/kda.h"
 
 namespace moetrain::core {
 namespace {
@@ -34,11 +36,7 @@ double keys_per_query(std::int64_t S, std::int64_t most) {
 }
 
 // What a query of one layer costs beyond the projections, forward.
-double kda_core(const ModelConfig& m) {
-  constexpr double kChunk = 64;  // rows that the chunked form joins
-  const auto d = double(m.linear_attn.head_dim);
-  return double(m.linear_attn.num_heads) * (6 * d * d + 3 * kChunk * d + kChunk * kChunk);
-}
+double kda_core(const ModelConfig& m) { return double(m.linear_attn.num_heads) * ops::kda_row_flops(m.linear_attn.head_dim); }
 
 double attention_core(const Config& c, bool sparse) {
   const ModelConfig& m = c.model;
@@ -131,50 +129,25 @@ io::Batch full_batch(const Config& c, const io::Slice& slice) {
   return b;
 }
 
-struct DryStep {
-  RankPlan plan;
+// What a step moves, and how long it takes where there is a clock.
+struct Moved {
   parallel::Traffic traffic;
+  StepTime time;
 };
 
-// The second micro-batch of a step may differ from the first (gradients and gathered weights are there already), but each later
-// one finds and leaves what the second did. So two stand for all of them: the peaks are theirs, and each adds the second's traffic.
-DryStep run_dry(const Config& c, int rank) {
-  Trainer trainer(c, parallel::dry(rank, c.parallel.mesh().ranks()), Device::dry);
-  std::vector<io::Batch> batches{full_batch(c, trainer.slice())};
-  const auto traffic_of_step = [&] {
-    const parallel::Traffic before = trainer.mesh().traffic();
-    trainer.step(batches);
-    parallel::Traffic t = trainer.mesh().traffic();
-    t.bytes_gathered -= before.bytes_gathered;
-    t.bytes_exchanged -= before.bytes_exchanged;
-    return t;
-  };
-  DryStep d;
-  if (trainer.results() && !trainer.results()->decided()) {
-    traffic_of_step();  // tells what there is to choose from
-    trainer.results()->assume();
-  }
-  d.traffic = traffic_of_step();
-  if (const std::int64_t micro_batches = c.training.gradient_accumulation; micro_batches > 1) {
-    batches.push_back(batches[0]);
-    const parallel::Traffic two = traffic_of_step();
-    const auto with_all = [&](std::int64_t& one, std::int64_t both) {
-      one += product("bytes moved in a step", both - one, micro_batches - 1);
-    };
-    with_all(d.traffic.bytes_gathered, two.bytes_gathered);
-    with_all(d.traffic.bytes_exchanged, two.bytes_exchanged);
-  }
-  d.plan.device_bytes = trainer.memory().peaks();
-  d.plan.device_total = trainer.memory().peak();
-  std::optional<HostCopy> copy;
-  if (c.checkpoint.async && c.checkpoint.every > 0) copy.emplace(trainer.host_memory(), saved_rows(trainer));
-  d.plan.host_bytes = trainer.host_memory().peaks();
-  return d;
+RankPlan held_by(Trainer& t) {
+  RankPlan r;
+  r.rank = t.mesh().world().control->rank();
+  r.device_bytes = t.memory().peaks();
+  r.device_total = t.memory().peak();
+  r.device_phases = t.memory().phases();
+  r.host_bytes = t.host_memory().peaks();
+  r.host_total = t.host_memory().peak();
+  r.host_phases = t.host_memory().phases();
+  return r;
 }
 
-bool alike(const RankPlan& a, const RankPlan& b) {
-  return a.device_bytes == b.device_bytes && a.device_total == b.device_total && a.host_bytes == b.host_bytes;
-}
+bool alike(const RankPlan& a, const RankPlan& b) { return a.device_phases == b.device_phases && a.host_phases == b.host_phases; }
 
 }  // namespace
 
@@ -240,7 +213,74 @@ StepFlops step_flops(const Config& config, std::int64_t tokens) {
   return f;
 }
 
-Plan make_plan(const Config& config) {
+// The second micro-batch of a step may differ from the first (gradients and gathered weights are there already), but each later
+// one finds and leaves what the second did. So two stand for all of them: the peaks are theirs, and each adds the second's traffic
+// and time.
+RankStep dry_step(const Config& c, int rank, const Machine* machine) {
+  std::optional<StepClock> clock;
+  if (machine) clock.emplace(*machine);
+  Trainer trainer(c, parallel::dry(rank, c.parallel.mesh().ranks(), clock ? &clock->network() : nullptr), Device::dry);
+  if (clock) clock->watch(trainer.context(), trainer.memory());
+  std::vector<io::Batch> batches{full_batch(c, trainer.slice())};
+  const auto so_far = [&] {
+    Moved m{.traffic = trainer.mesh().traffic(), .time = {}};
+    if (clock) m.time = clock->so_far(m.traffic);
+    return m;
+  };
+  const auto one_step = [&] {
+    const Moved before = so_far();
+    trainer.step(batches);
+    Moved m = so_far();
+    m.traffic.bytes_gathered -= before.traffic.bytes_gathered;
+    m.traffic.bytes_exchanged -= before.traffic.bytes_exchanged;
+    m.time.add(before.time, -1);
+    return m;
+  };
+  RankStep d;
+  if (trainer.results() && !trainer.results()->decided()) {
+    one_step();  // tells what there is to choose from
+    clock ? trainer.results()->decide(*trainer.mesh().world().control, machine->host_bytes_per_s) : trainer.results()->assume();
+  }
+  const Moved one = one_step();
+  d.traffic = one.traffic, d.time = one.time;
+  if (const std::int64_t micro_batches = c.training.gradient_accumulation; micro_batches > 1) {
+    batches.push_back(batches[0]);
+    const Moved two = one_step();
+    const auto with_all = [&](std::int64_t& sum, std::int64_t both) {
+      sum += product("bytes moved in a step", both - sum, micro_batches - 1);
+    };
+    with_all(d.traffic.bytes_gathered, two.traffic.bytes_gathered);
+    with_all(d.traffic.bytes_exchanged, two.traffic.bytes_exchanged);
+    d.time.add(two.time, double(micro_batches - 1));
+    d.time.add(one.time, -double(micro_batches - 1));
+  }
+  if (!std::isfinite(d.time.total()))
+    throw Error("plan: on machine " + machine->name + " a step takes longer than can be counted", ExitCode::bad_job);
+  trainer.enter(MemoryPhase::save);
+  std::optional<HostCopy> copy;
+  if (c.checkpoint.async && c.checkpoint.every > 0) copy.emplace(trainer.host_memory(), saved_rows(trainer));
+  d.plan = held_by(trainer);
+  return d;
+}
+
+RankPlan resting_rank(const Config& c, int rank) {
+  Trainer trainer(c, parallel::dry(rank, c.parallel.mesh().ranks()), Device::dry);
+  return held_by(trainer);
+}
+
+std::int64_t Plan::most_device() const {
+  std::int64_t most = 0;
+  for (const RankPlan& r : ranks) most = std::max(most, r.device_total);
+  return most;
+}
+
+std::int64_t Plan::most_host() const {
+  std::int64_t most = 0;
+  for (const RankPlan& r : ranks) most = std::max(most, r.host_total);
+  return most;
+}
+
+Plan make_plan(const Config& config, const Machine* machine) {
   Plan plan;
   plan.parameters = count_parameters(config);
   plan.tokens = tokens_of_step(config);
@@ -253,7 +293,8 @@ Plan make_plan(const Config& config) {
       ++plan.ranks[it->second].count;
       continue;
     }
-    DryStep d = run_dry(config, rank);
+    RankStep d = dry_step(config, rank, machine);
+    if (machine && (!plan.time || d.time.total() > plan.time->total())) plan.time = d.time;
     if (rank == 0) {
       plan.bytes_gathered = d.traffic.bytes_gathered;
       plan.bytes_exchanged = d.traffic.bytes_exchanged;
@@ -264,7 +305,6 @@ Plan make_plan(const Config& config) {
       ++same->count;
       continue;
     }
-    d.plan.rank = rank;
     plan.ranks.push_back(d.plan);
   }
   return plan;

@@ -105,6 +105,9 @@ void ResultCache::end_forward() {
 
 // On a device time passes for work that is queued: where it is measured, all of it is waited for.
 std::chrono::steady_clock::time_point ResultCache::now() {
+  using Clock = std::chrono::steady_clock;
+  if (const Timeline* clock = device_.link_clock().timeline)
+    return Clock::time_point(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(clock->now())));
   if constexpr (kHasCuda)
     if (!decided_ && device_.device() == Device::cuda) {
       if (!reached_) reached_.emplace();

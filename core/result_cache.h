@@ -96,7 +96,7 @@ class ResultCache {
   bool decided() const { return decided_; }
   void decide(parallel::Communicator& control,
               double bytes_per_second);  // collective; after each of the first two steps. Of the link to the host, one way
-  void assume();                         // of a dry run: as much as there is room for
+  void assume();                         // of a dry run without a clock: as much as there is room for
   std::vector<Candidate> candidates() const;
   struct Figures {                    // of a rank, since they were last taken
     std::int64_t hits = 0, late = 0;  // results found; tensors waited for

@@ -29,12 +29,15 @@ StepResult Trainer::step(std::span<const io::Batch> micro_batches) {
   } else {
     params_->begin_step();
     for (std::size_t m = 0; m < micro_batches.size(); ++m) {
+      enter(MemoryPhase::forward);
       Scope scope(kept_);
       const MicroBatch batch = upload(micro_batches[m], first_sequence(std::int64_t(m)));
       Pass pass = make_pass(batch, totals, PassMode::train);
       model_.forward(pass, layout_);
+      enter(MemoryPhase::backward);
       model_.backward(pass, layout_);
     }
+    enter(MemoryPhase::step);
     mesh_.world().control->enter(parallel::Phase::step);
     params_->finish_gradients();
     reduce_losses(totals, result);

@@ -11,12 +11,6 @@
 namespace moetrain::core {
 namespace {
 
-// A job that leaves the device open is planned for a GPU where this build knows one: plans are made where no GPU is.
-Device planned_device(const Config& c) {
-  const bool cpu = c.run.device == DeviceChoice::cpu || c.cpu_only() || (c.run.device == DeviceChoice::automatic && !kHasCuda);
-  return cpu ? Device::cpu : Device::cuda;
-}
-
 std::optional<CacheBudget> cache_budget(const MemoryConfig& m, bool beside) {
   if (m.activation_checkpointing == Checkpointing::selective) return CacheBudget{.all = true};
   if (m.cache.ops.empty()) return {};
@@ -29,6 +23,11 @@ std::optional<CacheBudget> cache_budget(const MemoryConfig& m, bool beside) {
 }
 
 }  // namespace
+
+Device planned_device(const Config& c) {
+  const bool cpu = c.run.device == DeviceChoice::cpu || c.cpu_only() || (c.run.device == DeviceChoice::automatic && !kHasCuda);
+  return cpu ? Device::cpu : Device::cuda;
+}
 
 Trainer::Trainer(const Config& config, std::unique_ptr<parallel::Communicator> world, Device device, bool poison)
     : config_(config),
@@ -141,6 +140,7 @@ std::vector<io::Batch> Trainer::evaluation_batches(const io::BatchSource& source
 
 std::optional<double> Trainer::evaluate(std::span<const io::Batch> batches, Tensor logits) {
   zero_sums();
+  enter(MemoryPhase::forward);
   std::int64_t labels = 0;
   for (const io::Batch& host : batches) {
     if (mesh_.here().tensor == 0) labels += host.label_count();

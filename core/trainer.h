@@ -33,6 +33,9 @@ struct Progress {  // what a checkpoint holds besides tensors
   std::int64_t step = 0, updates = 0, sequences = 0, tokens = 0;
 };
 
+// A job that leaves the device open is planned for a GPU where this build knows one: plans are made where no GPU is.
+Device planned_device(const Config& config);
+
 class Trainer {
  public:
   // `world` has as many ranks as the job's mesh. Collective: fails on every rank or on none. Weights are uninitialised.
@@ -60,6 +63,7 @@ class Trainer {
   Optimizer& optimizer() { return *optimizer_; }
   Memory& memory() { return memory_; }
   Memory& host_memory() { return host_memory_; }  // that the device's results and state lie in
+  void enter(MemoryPhase phase) { memory_.enter(phase), host_memory_.enter(phase); }
   ResultCache* results() { return results_.get(); }
   ops::Context& context() { return ctx_; }
   io::Slice slice() const { return {mesh_.here().sequence, mesh_.shape().sequence}; }  // of every sequence, that is here

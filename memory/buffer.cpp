@@ -15,6 +15,11 @@ const char* name_of(Category c) {
   return kNames[std::size_t(c)];
 }
 
+const char* name_of(MemoryPhase p) {
+  constexpr const char* kNames[kMemoryPhases] = {"load", "forward", "backward", "step", "save"};
+  return kNames[std::size_t(p)];
+}
+
 void Memory::add(Category c, std::int64_t bytes) {
   std::int64_t sum = 0;
   if (__builtin_add_overflow(total_, bytes, &sum)) [[unlikely]]
@@ -28,6 +33,7 @@ void Memory::add(Category c, std::int64_t bytes) {
     peak_ = total_;
     at_peak_ = now_;
   }
+  phases_.note(c, now, total_);
 }
 
 namespace {

@@ -6,14 +6,16 @@
 #include <utility>
 
 #include "memory/device.h"
+#include "memory/phase_peaks.h"
 #include "memory/tensor.h"
 
 namespace moetrain {
 
-// What memory is held for; the names `moetrain plan --json` prints.
-enum class Category : std::uint8_t { weights, gradients, optimizer, activations, cache, loss, communication, workspace };
-inline constexpr int kCategories = 8;
-const char* name_of(Category c);
+class Timeline;
+struct LinkClock {  // of a dry run: what copies between a device and the host go by; without one they take no time
+  Timeline* timeline = nullptr;
+  double bytes_per_s = 0;  // one way
+};
 
 // The bytes taken from one device, by category, now and at the peak of their sum. One per rank; outlives its buffers.
 class Memory {
@@ -28,11 +30,17 @@ class Memory {
   std::int64_t peak() const { return peak_; }
   std::array<std::int64_t, kCategories> at_peak() const { return at_peak_; }          // the split at the peak of the sum
   std::array<std::int64_t, kCategories> peaks() const { return peaks_; }              // each category's own peak
+  void enter(MemoryPhase phase) { phases_.enter(phase, now_, total_); }
+  const std::array<PhaseBytes, kMemoryPhases>& phases() const { return phases_.all(); }
+  void take_time(const LinkClock& link) { link_clock_ = link; }
+  const LinkClock& link_clock() const { return link_clock_; }
 
  private:
   Device device_;
   std::array<std::int64_t, kCategories> now_{}, at_peak_{}, peaks_{};
   std::int64_t total_ = 0, peak_ = 0;
+  PhasePeaks phases_;
+  LinkClock link_clock_;
 };
 
 // Sole owner of bytes on a Memory's device, aligned to 256. Uninitialised; on Device::dry only counted.

@@ -24,7 +24,7 @@ double link_bytes_per_second(Device device) {
   return double(kBytes) / std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-TieredCache::TieredCache(Memory& device, Memory& host) : device_(device), host_(host), transfer_(device.device()) {}
+TieredCache::TieredCache(Memory& device, Memory& host) : device_(device), host_(host), transfer_(device) {}
 
 TieredCache::Entry& TieredCache::entry(int key) {
   check(holds(key), "tiered cache: nothing lies under this key", {{"key", key}});
@@ -74,7 +74,7 @@ void TieredCache::leave(int key) {
     to.memory =
         HostBuffer(host_, device_.device(), Category::cache, had == 0 ? from.bytes() : std::max(from.bytes(), had + had / 8));
   }
-  transfer_.copy(to.memory.data(), from.data, from.bytes(), to.done);
+  transfer_.copy(Transfer::Way::to_host, to.memory.data(), from.data, from.bytes(), to.done);
 }
 
 void TieredCache::prefetch(int key) {
@@ -84,7 +84,7 @@ void TieredCache::prefetch(int key) {
   const Tensor to = e.device.view();
   counts_.bytes_up += to.bytes();
   e.stage = Stage::coming;
-  transfer_.copy(to.data, room(key).memory.data(), to.bytes(), room(key).done);
+  transfer_.copy(Transfer::Way::to_device, to.data, room(key).memory.data(), to.bytes(), room(key).done);
 }
 
 Tensor TieredCache::recall(int key) {

@@ -4,6 +4,7 @@
 
 #include "memory/buffer.h"
 #include "memory/stream.h"
+#include "memory/timeline.h"
 
 namespace moetrain {
 
@@ -42,23 +43,26 @@ class PlacedTensor {
   Tensor view_;
 };
 
-// Copies in one direction, one after another, on a stream of their own; on the CPU at once. A copy begins when the default stream
-// has done what was queued before it.
+// Copies one after another on a stream of their own; on the CPU at once. A copy begins when the default stream has done what was
+// queued before it. In a dry run they take time on the clock that the device's Memory has.
 class Transfer {
  public:
+  enum class Way : std::uint8_t { to_host, to_device };
   class Mark {  // the end of a copy
    private:
     friend class Transfer;
     std::unique_ptr<cuda::Event> reached_;  // null: it is over
+    Timeline::Message message_{};           // of a dry run
   };
-  explicit Transfer(Device device) : device_(device) {}
-  void copy(void* to, const void* from, std::int64_t bytes, Mark& done);
+  explicit Transfer(Memory& device) : memory_(device) {}
+  void copy(Way way, void* to, const void* from, std::int64_t bytes, Mark& done);
   void wait(const Mark& mark) const;  // work of the default stream from now on comes after it; the host does not wait
   void follow(const Mark& mark);      // so do copies from here from now on
 
  private:
-  Device device_;
+  Memory& memory_;
   std::unique_ptr<cuda::Ferry> ferry_;  // of CUDA, with its first copy
+  double free_at_ = 0;                  // on the clock: the last copy has arrived
 };
 
 }  // namespace moetrain

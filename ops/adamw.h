@@ -50,6 +50,12 @@ struct AdamW {
   double gradient_scale;  // clipping, where the host knows it
   ConstTensor scale;      // (1) f64 on the device: clipping, where only the device knows it; absent: 1
   std::int64_t step;      // 1 at the first update, for bias correction
+  Work work(const Context&) const {
+    Work w{.kind = WorkKind::optimizer};
+    for (const AdamWShard& s : shards)
+      w.bytes += bytes_of(s.gradient, s.master, s.exp_avg, s.exp_avg_sq, s.master, s.exp_avg, s.exp_avg_sq, s.weight);
+    return w;
+  }
   void check_shapes() const {
     for (const AdamWShard& s : shards) s.check_shapes();
     check(!scale.present() || (scale.shape == Shape{1} && scale.dtype == DType::f64), "adamw: scale is not (1) f64",

@@ -66,6 +66,13 @@ struct AttentionForward {
     if (ctx.dry() && ctx.plans_for == Device::cpu) return {};
     return take_attention_sight(ctx, q.shape[0]);
   }
+  Work work(const Context&) const {
+    const double Hv = double(o.shape[2]), Hq = double(q.shape[2]), products = (probability.present() ? 2 : 1) * Hq + Hv;
+    return {.kind = WorkKind::attention,
+            .dtype = q.dtype,
+            .flops = 2 * double(q.shape[1]) * products * documents.pairs(),
+            .bytes = bytes_of(q, kv, k_extra, o, lse, probability)};
+  }
   void check_shapes() const {
     check_attention(q, kv, k_extra, o, lse, documents);
     if (!probability.present()) return;
@@ -109,6 +116,13 @@ struct AttentionBackward {
     const auto take = [&](Shape shape) { return ctx.scratch.take(DType::f32, shape); };
     return {take_attention_sight(ctx, T), take_attention_sight(ctx, keys), take({N, columns}), take({N, columns}),
             take({(N + heads - 1) / heads, keys, k_extra.shape[1]})};
+  }
+  Work work(const Context&) const {
+    return {.kind = WorkKind::attention,
+            .backward = true,
+            .dtype = q.dtype,
+            .flops = 2 * double(q.shape[1]) * double(3 * q.shape[2] + 2 * o.shape[2]) * documents.pairs(),
+            .bytes = bytes_of(do_, q, kv, k_extra, o, lse, dq, dkv, dk_extra)};
   }
   void check_shapes() const {
     check_attention(q, kv, k_extra, o, lse, documents);

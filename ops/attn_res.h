@@ -31,6 +31,11 @@ struct AttnResForward {
   Tensor weights;                           // (T, Z) real, the softmax; kept for backward
   std::optional<RmsNormForward> norm = {};  // its x is y
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  Work work(const Context&) const {
+    Work w{.bytes = bytes_of(y, weights) + (norm ? bytes_of(norm->y, norm->r) : 0)};
+    for (const ConstTensor& source : sources) w.bytes += bytes_of(source);
+    return w;
+  }
   void check_shapes() const {
     const auto Z = std::int64_t(sources.size());
     check(Z > 0, "attn_res: no sources");
@@ -74,6 +79,11 @@ struct AttnResBackward {
   std::int64_t parts() const { return std::min(dy.shape[0], 132 * blocks_together()); }
   void take_scratch(Context& ctx) const {  // on CUDA; the CPU backend counts its own
     if (ctx.plans_for == Device::cuda && trained()) ctx.scratch.take(DType::f32, {parts() + 1, dy.shape[1]});
+  }
+  Work work(const Context&) const {
+    Work w{.backward = true, .bytes = bytes_of(dy, weights)};
+    for (std::size_t n = 0; n < sources.size(); ++n) w.bytes += bytes_of(sources[n], dsources[n], dsources[n]);
+    return w;
   }
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   void check_shapes() const {

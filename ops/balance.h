@@ -42,6 +42,7 @@ inline void check_loss_and_slope(ConstTensor logits, ConstTensor loss, ConstTens
 struct ExpertCount {
   ConstTensor experts;  // (T, K) i32
   Tensor counts;        // (E) i64; adds
+  Work work(const Context&) const { return {.bytes = bytes_of(experts, counts)}; }
   void check_shapes() const {
     check(experts.shape.rank() == 2 && experts.dtype == DType::i32, "expert_count: experts are not (T, K) i32",
           {{"rank", experts.shape.rank()}, {"dtype", int(experts.dtype)}});
@@ -55,6 +56,7 @@ struct QuantileHistogram {
   ConstTensor cutoff;  // (T) real, of ops/router
   ConstTensor bias;    // (E) real, the bias the cutoff was computed with
   Tensor histogram;    // (E, bins) i64; adds one a token and expert
+  Work work(const Context&) const { return {.bytes = bytes_of(logits, cutoff, histogram)}; }
   void check_shapes() const {
     check_router_logits(logits, "quantile_histogram: logits are not (T, E) real");
     const auto T = logits.shape[0], E = logits.shape[1];
@@ -72,6 +74,7 @@ struct QuantileUpdate {
   ConstTensor histogram;           // (E, bins) i64, summed over the global batch
   std::int64_t experts_per_token;  // K
   Tensor bias;                     // (E) real; in: the bias of the histogram, out: the next one
+  Work work(const Context&) const { return {.bytes = bytes_of(histogram, bias)}; }
   void check_shapes() const {
     const auto E = histogram.shape[0];
     check(histogram.shape.rank() == 2 && E >= 1 && histogram.shape[1] >= 1 && histogram.dtype == DType::i64,
@@ -88,6 +91,7 @@ struct SignUpdate {
   ConstTensor counts;  // (E) i64 of the global batch
   double rate;
   Tensor bias;  // (E) real; adds
+  Work work(const Context&) const { return {.bytes = bytes_of(counts, bias)}; }
   void check_shapes() const {
     check(counts.shape.rank() == 1 && counts.dtype == DType::i64, "sign_update: counts are not (E) i64",
           {{"rank", counts.shape.rank()}, {"dtype", int(counts.dtype)}});
@@ -107,6 +111,7 @@ struct AuxiliaryLoss {
   Tensor loss;     // (1) real; adds the scaled loss
   Tensor dlogits;  // (T, E) real; adds the scaled gradient; absent: loss only
   std::span<const std::int64_t> tokens = {};  // (groups), of each on all ranks; empty: those here
+  Work work(const Context&) const { return {.bytes = bytes_of(logits, experts, dlogits, dlogits)}; }
   void check_shapes() const {
     check_router_logits(logits, "auxiliary_loss: logits are not (T, E) real");
     const auto T = logits.shape[0], E = logits.shape[1];
@@ -140,6 +145,7 @@ struct ZLoss {
   double scale;        // coefficient / tokens of the global batch
   Tensor loss;         // (1) real; adds scale * sum_t logsumexp(logits_t)^2
   Tensor dlogits;      // (T, E) real; adds; absent: loss only
+  Work work(const Context&) const { return {.bytes = bytes_of(logits, dlogits, dlogits)}; }
   void check_shapes() const {
     check_router_logits(logits, "z_loss: logits are not (T, E) real");
     check_loss_and_slope(logits, loss, dlogits, "z_loss: loss is not (1) or dlogits not (T, E), real as logits");

@@ -45,6 +45,7 @@ struct OfferSlots {
   Tensor experts;      // (T, K) i32, written at first, then what take_offers left of it
   Tensor scores;       // (T, K) real, written
   Tensor counts;       // (E) i64, written
+  Work work(const Context&) const { return {.bytes = bytes_of(logits, chosen, experts, scores)}; }
   void check_shapes() const {
     const auto T = logits.shape[0], E = logits.shape[1];
     check(logits.shape.rank() == 2 && E >= 1 && bias.shape == Shape{E} && bias.dtype == logits.dtype,
@@ -68,6 +69,7 @@ struct OfferHistogram {
   ConstTensor leading;  // (n) i64, the first `known` bytes of a key
   std::int64_t known = 0;
   Tensor histogram;  // (n, 256) i64, written
+  Work work(const Context&) const { return {.bytes = bytes_of(experts, scores, histogram)}; }
   void check_shapes() const {
     check_offers(experts, scores, "offer_histogram: experts and scores are not (T, K) i32 and real");
     check_per_row(row_of, row_of.count(), "offer_histogram: row_of is not (E) i64");
@@ -97,6 +99,7 @@ struct TakeOffers {
     return {ctx.scratch.take(DType::i32, experts.shape), ctx.scratch.take(DType::i64, experts.shape),
             ctx.scratch.take(DType::i64, {n}), ctx.scratch.take(DType::i64, {n + 1})};
   }
+  Work work(const Context&) const { return {.bytes = bytes_of(chosen, scores, experts)}; }
   void check_shapes() const {
     check_offers(experts, scores, "take_offers: experts and scores are not (T, K) i32 and real");
     check(chosen.shape == experts.shape && chosen.dtype == DType::i32, "take_offers: chosen is not (T, K) i32 of the experts",

@@ -7,6 +7,12 @@
 
 namespace moetrain::ops {
 
+const char* name_of(WorkKind kind) {
+  constexpr const char* kNames[kWorkKinds] = {"linear",  "grouped_linear", "kda",       "attention", "sparse_attention",
+                                              "indexer", "loss",           "optimizer", "rows"};
+  return kNames[std::size_t(kind)];
+}
+
 void no_cuda(const char* op) { throw Error(std::string("op ") + op + " has no CUDA backend in this build"); }
 
 Timing::Timing(const Context& ctx, const char* op) : ctx_(ctx), op_(op) {

@@ -1,6 +1,7 @@
 // context.h -- what an op may use, passed in and never global; and the one way from an op's call to its backend.
 #pragma once
 #include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -9,6 +10,7 @@
 #include "memory/range.h"
 #include "memory/stack.h"
 #include "memory/stream.h"
+#include "ops/work.h"
 
 struct CUstream_st;  // cudaStream_t without the CUDA headers
 
@@ -46,6 +48,7 @@ struct Context {
   CUstream_st* stream = nullptr;  // of device work; null: the device's default stream
   cuda::Blas* blas = nullptr;     // set on CUDA; one user at a time
   Device plans_for = Device::cpu; // on Device::dry: whose backends' scratch is counted
+  std::function<void(const char* op, const Work&)> on_work = {};  // on Device::dry: told what each op would do
   Device device() const { return scratch.memory().device(); }
   bool dry() const { return device() == Device::dry; }
 };
@@ -68,10 +71,17 @@ class Timing {
 // Checks the shapes, then runs the backend of the context's device under the op's name. On Device::dry nothing is computed, but
 // scratch is counted: what args.take_scratch(ctx) takes where all backends of an op take the same, and where Args::dry_on_cpu says
 // so what the CPU backend takes, which is then called, takes all its scratch first and returns before it reads or writes anything.
+// And who wants to know is told args.work(ctx), what the backend would do.
 template <class Args, class OnCpu, class OnCuda>
 void dispatch(Context& ctx, const char* name, const Args& args, OnCpu&& on_cpu, OnCuda&& on_cuda) {
   args.check_shapes();
   if (ctx.dry()) {
+    if (ctx.on_work) {
+      if constexpr (requires { args.work(ctx); })
+        ctx.on_work(name, args.work(ctx));
+      else
+        ctx.on_work(name, {});
+    }
     Scope counted(ctx.scratch);
     if constexpr (requires { args.take_scratch(ctx); }) args.take_scratch(ctx);
     if constexpr (requires { Args::dry_on_cpu; })

@@ -41,6 +41,15 @@ struct CrossEntropy {
   bool write_dweight = false;           // what dweight held does not matter, as in a first micro-batch
   std::function<void(Tensor running)> merge = {};  // (3, s) real: maximum, sum of exponentials below it, logit of the label
 
+  Work work(const Context&) const {
+    const bool again = dhidden.present() && vocab_chunk < weight.shape[0];
+    const double blocks = std::max(1.0, double(hidden.shape[0]) / double(seq_chunk)),
+                 products = 1 + again + dhidden.present() + dweight.present();
+    return {.kind = WorkKind::loss,
+            .dtype = hidden.dtype,
+            .flops = products * 2 * double(hidden.shape[0]) * double(weight.count()),
+            .bytes = bytes_of(hidden, dhidden) + blocks * bytes_of(weight, dweight, dweight)};
+  }
   void check_shapes() const {
     const auto T = hidden.shape[0], D = hidden.shape[1], V = weight.shape[0];
     const auto storage = hidden.dtype, real = real_of(storage);

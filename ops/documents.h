@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <span>
 
 #include "memory/tensor.h"
@@ -32,6 +33,16 @@ struct Documents {
   std::int64_t before(std::int64_t n) const { return whole() ? 0 : pieces[std::size_t(n)].before; }
   std::int64_t first_key(std::int64_t n) const { return whole() ? begin(n) : pieces[std::size_t(n)].first_key; }
   std::int64_t keys(std::int64_t n) const { return before(n) + end(n) - begin(n); }  // that its last token here sees
+  // Pairs of a token here and a key that it sees, or of the `most` that are selected for it.
+  double pairs(std::int64_t most = std::numeric_limits<std::int32_t>::max()) const {
+    double sum = 0;
+    for (std::int64_t n = 0; n < count(); ++n) {
+      const auto all = double(keys(n)), here = double(end(n) - begin(n));
+      const double growing = std::clamp(double(most) - (all - here), 0.0, here);  // tokens that see fewer than `most`
+      sum += growing * (all - here) + growing * (growing + 1) / 2 + (here - growing) * double(most);
+    }
+    return sum;
+  }
   // Recurrent states: one a document, or one a slice that a document may enter or leave.
   std::int64_t states() const { return whole() ? count() : slices; }
   std::int64_t enters(std::int64_t n) const { return whole() ? n : pieces[std::size_t(n)].enters; }

@@ -20,6 +20,7 @@ struct Dropout {
   Tensor y;       // (T, I), of x's type
   std::int64_t column = 0, width = 0;  // of x among columns that ranks share; width 0: x has them all
   std::int64_t whole_width() const { return width > 0 ? width : x.shape[1]; }
+  Work work(const Context&) const { return {.bytes = bytes_of(x, y)}; }
   void check_shapes() const {
     check(x.shape.rank() == 2 && x.shape == y.shape && x.dtype == y.dtype && is_floating(x.dtype),
           "dropout: y is not like x (T, I)", {{"x", x.count()}, {"y", y.count()}, {"dtype", std::int64_t(x.dtype)}});

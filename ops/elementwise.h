@@ -16,6 +16,7 @@ namespace moetrain::ops {
 struct Add {
   ConstTensor x;  // any shape, any floating type
   Tensor y;       // same count, any floating type; y += x
+  Work work(const Context&) const { return {.bytes = bytes_of(x, y, y)}; }
   void check_shapes() const {
     check(x.count() == y.count(), "add: x and y differ in size", {{"x", x.count()}, {"y", y.count()}});
     check(is_floating(x.dtype) && is_floating(y.dtype), "add: x or y is not floating",
@@ -27,6 +28,7 @@ struct Sum {
   ConstTensor a;  // any shape, floating
   ConstTensor b;  // same
   Tensor y;       // = a + b; may alias either
+  Work work(const Context&) const { return {.bytes = bytes_of(a, b, y)}; }
   void check_shapes() const {
     check(a.count() == y.count() && b.count() == y.count(), "sum: a, b and y differ in size",
           {{"a", a.count()}, {"b", b.count()}, {"y", y.count()}});
@@ -38,6 +40,7 @@ struct Sum {
 struct Copy {
   ConstTensor x;  // any shape, any floating type
   Tensor y;       // same count, any floating type; rounded to nearest even
+  Work work(const Context&) const { return {.bytes = bytes_of(x, y)}; }
   void check_shapes() const {
     check(x.count() == y.count(), "copy: x and y differ in size", {{"x", x.count()}, {"y", y.count()}});
     check(is_floating(x.dtype) && is_floating(y.dtype), "copy: x or y is not floating",
@@ -48,6 +51,7 @@ struct Copy {
 struct Scale {
   double factor;
   Tensor y;  // y *= factor
+  Work work(const Context&) const { return {.bytes = bytes_of(y, y)}; }
   void check_shapes() const { check(is_floating(y.dtype), "scale: y is not floating", {{"y", std::int64_t(y.dtype)}}); }
 };
 
@@ -57,6 +61,7 @@ struct CopyColumns {
   Tensor y;  // (T, Y), of x's type
   std::int64_t y_column;
   std::int64_t width;
+  Work work(const Context&) const { return {.bytes = 2 * double(x.shape[0] * width * size_of(x.dtype))}; }
   void check_shapes() const {
     check(x.shape.rank() == 2 && y.shape.rank() == 2 && x.shape[0] == y.shape[0], "copy_columns: x and y are not of T rows",
           {{"x", x.shape[0]}, {"y", y.shape[0]}});
@@ -72,6 +77,7 @@ struct SigmoidGateForward {
   ConstTensor x;     // any shape
   ConstTensor gate;  // same count, before the sigmoid
   Tensor y;          // x sigmoid(gate); may alias either
+  Work work(const Context&) const { return {.bytes = bytes_of(x, gate, y)}; }
   void check_shapes() const {
     check(x.count() == y.count() && gate.count() == y.count(), "sigmoid_gate: x, gate and y differ in size",
           {{"x", x.count()}, {"gate", gate.count()}, {"y", y.count()}});
@@ -87,6 +93,7 @@ struct SigmoidGateBackward {
   ConstTensor gate;  // same count
   Tensor dx;         // may alias dy
   Tensor dgate;      // may alias gate or x
+  Work work(const Context&) const { return {.backward = true, .bytes = bytes_of(dy, x, gate, dx, dgate)}; }
   void check_shapes() const {
     check(dy.count() == x.count() && gate.count() == x.count() && dx.count() == x.count() && dgate.count() == x.count(),
           "sigmoid_gate: dy, x, gate, dx and dgate differ in size",

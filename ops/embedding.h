@@ -16,6 +16,7 @@ struct EmbeddingForward {
   ConstTensor ids;    // (T) i32
   ConstTensor table;  // (V, D)
   Tensor y;           // (T, D)
+  Work work(const Context&) const { return {.bytes = bytes_of(ids, y, y)}; }
   void check_shapes() const {
     check(ids.shape.rank() == 1 && ids.dtype == DType::i32, "embedding: ids are not (T) int32",
           {{"rank", ids.shape.rank()}, {"dtype", std::int64_t(ids.dtype)}});
@@ -30,6 +31,7 @@ struct EmbeddingBackward {
   ConstTensor ids;  // (T) i32
   ConstTensor dy;   // (T, D)
   Tensor dtable;    // (V, D) real; adds
+  Work work(const Context&) const { return {.backward = true, .bytes = bytes_of(ids, dy, dy, dy)}; }
   void check_shapes() const {
     check(ids.shape.rank() == 1 && ids.dtype == DType::i32, "embedding: ids are not (T) int32",
           {{"rank", ids.shape.rank()}, {"dtype", std::int64_t(ids.dtype)}});

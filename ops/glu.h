@@ -21,6 +21,7 @@ struct GluForward {
   ConstTensor g;             // (R, F) gate
   ConstTensor u;             // (R, F) up
   Tensor y;                  // (R, F)
+  Work work(const Context&) const { return {.bytes = bytes_of(g, u, y)}; }
   void check_shapes() const {
     check(is_floating(g.dtype) && u.dtype == g.dtype && y.dtype == g.dtype, "glu: g, u and y are not of one floating type",
           {{"g", std::int64_t(g.dtype)}, {"u", std::int64_t(u.dtype)}, {"y", std::int64_t(y.dtype)}});
@@ -40,6 +41,7 @@ struct GluBackward {
   Tensor du;       // (R, F)
   Tensor y = {};   // (R, F); absent: not wanted
   Tensor dots = {};  // (R) real; absent: not wanted
+  Work work(const Context&) const { return {.backward = true, .bytes = bytes_of(dy, g, u, dg, du, y, dots)}; }
   void check_shapes() const {
     check(is_floating(g.dtype) && u.dtype == g.dtype && dy.dtype == g.dtype && dg.dtype == g.dtype && du.dtype == g.dtype,
           "glu: dy, g, u, dg and du are not of one floating type",

@@ -39,6 +39,20 @@ inline bool alike(const ConstTensor& a, const ConstTensor& b) {
   return a.present() == b.present() && (!a.present() || (a.shape == b.shape && a.dtype == b.dtype));
 }
 
+// Rows of all groups, each group's rounded up to whole tiles on CUDA; offsets that only a device knows leave it at the rows.
+inline double rows_in_tiles(const Context& ctx, std::span<const std::int64_t> offsets, std::int64_t R, std::int64_t tile) {
+  if (ctx.plans_for != Device::cuda || offsets.empty()) return double(R);
+  std::int64_t rows = 0;
+  for (std::size_t g = 0; g + 1 < offsets.size(); ++g) rows += in_tiles(offsets[g + 1] - offsets[g], tile);
+  return double(rows);
+}
+// Of tiles on CUDA: a width of weights, and a group's rows as columns or as summands (ops/cuda/grouped_linear.cu holds them to it).
+inline constexpr std::int64_t kWidthOfTile = 256, kColumnsOfTile = 32, kSummandsOfTile = 64;
+// A width of weights in the tiles of a pair of blocks (ops/cuda/pair_tiles.cuh), or of what takes no tensor cores.
+inline double width_in_tiles(const Context& ctx, DType dtype, std::int64_t width) {
+  return double(ctx.plans_for != Device::cuda ? width : in_tiles(width, dtype == DType::bf16 ? kWidthOfTile : 64));
+}
+
 struct GroupedLinearForward {
   ConstTensor x;                            // (R, I), rows of group g are [offsets[g], offsets[g+1])
   ConstTensor w;                            // (e, O, I)
@@ -48,6 +62,14 @@ struct GroupedLinearForward {
   std::span<const std::int64_t> offsets;    // (e+1) on the host; empty groups are normal
   ConstTensor device_offsets = {};          // (e+1) i64 on the device, for CUDA, which then needs none on the host
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  Work work(const Context& ctx) const {
+    const double matrices = w2.present() ? 2 : 1;
+    return {.kind = WorkKind::grouped_linear,
+            .dtype = x.dtype,
+            .flops = 2 * matrices * rows_in_tiles(ctx, offsets, x.shape[0], kColumnsOfTile) *
+                     width_in_tiles(ctx, x.dtype, w.shape[1]) * double(w.shape[2]),
+            .bytes = bytes_of(x, w, y, w2, y2)};
+  }
   void check_shapes() const {
     check(x.shape.rank() == 2 && w.shape.rank() == 3 && x.shape[1] == w.shape[2], "grouped_linear: x is not (R, I) of w (e, O, I)",
           {{"I of x", x.shape[1]}, {"I of w", w.shape[2]}});
@@ -81,6 +103,21 @@ struct GroupedLinearBackward {
     if (ctx.dry() || !write_dw) return;
     for (const Tensor& t : {dw, dw2})
       if (t.present()) fill(ctx.device(), t.data, 0, t.bytes());
+  }
+  Work work(const Context& ctx) const {
+    const double O = double(dy.shape[1]), matrices = dy2.present() ? 2 : 1;
+    Work both{.kind = WorkKind::grouped_linear, .backward = true, .dtype = dy.dtype};
+    if (dx.present()) {
+      both.flops +=
+          2 * matrices * rows_in_tiles(ctx, offsets, dy.shape[0], kColumnsOfTile) * width_in_tiles(ctx, dy.dtype, w.shape[2]) * O;
+      both.bytes += bytes_of(dy, dy2, w, w2, dx);
+    }
+    if (dw.present()) {
+      both.flops += 2 * matrices * rows_in_tiles(ctx, offsets, dy.shape[0], kSummandsOfTile) *
+                    width_in_tiles(ctx, dy.dtype, dw.shape[1]) * width_in_tiles(ctx, dy.dtype, dw.shape[2]);
+      both.bytes += bytes_of(dy, dy2, x) + (write_dw ? 1 : 2) * bytes_of(dw, dw2);
+    }
+    return both;
   }
   void check_shapes() const {
     check(dy.shape.rank() == 2 && is_floating(dy.dtype), "grouped_linear: dy is not a floating (R, O)",

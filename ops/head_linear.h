@@ -23,6 +23,12 @@ struct HeadLinearForward {
   std::int64_t column;
   Tensor y;  // to_latent: (T, N, C); from_latent: (T, N, Y), written columns [column, column + width)
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  Work work(const Context&) const {
+    return {.kind = WorkKind::linear,
+            .dtype = x.dtype,
+            .flops = 2 * double(x.shape[0] * w.shape[0] * width * w.shape[2]),
+            .bytes = bytes_of(x, w, y)};
+  }
   void check_shapes() const {
     check(w.shape.rank() == 3 && x.shape.rank() == 3 && y.shape.rank() == 3, "head_linear: w, x, y are not of rank 3",
           {{"w", w.shape.rank()}, {"x", x.shape.rank()}, {"y", y.shape.rank()}});
@@ -52,6 +58,14 @@ struct HeadLinearBackward {
   Tensor dx;                                // as x; to_latent writes only the used columns; absent: not wanted
   Tensor dw;                                // (N, A, C) real; adds to the used rows; absent: frozen
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  Work work(const Context&) const {
+    const double product = 2 * double(x.shape[0] * w.shape[0] * width * w.shape[2]);
+    return {.kind = WorkKind::linear,
+            .backward = true,
+            .dtype = x.dtype,
+            .flops = (dx.present() + dw.present()) * product,
+            .bytes = bytes_of(dy, x, w, dx) + 2 * bytes_of(dw)};
+  }
   void check_shapes() const {
     check(w.shape.rank() == 3 && x.shape.rank() == 3 && dy.shape.rank() == 3, "head_linear: w, x, dy are not of rank 3",
           {{"w", w.shape.rank()}, {"x", x.shape.rank()}, {"dy", dy.shape.rank()}});

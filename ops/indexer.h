@@ -50,6 +50,12 @@ struct IndexerSelect {
                                                        std::max<std::int64_t>(q.shape[0], 1));
     return {ctx.scratch.take(DType::f32, {rows, longest}), spilled > 0 ? ctx.scratch.take(DType::i64, {rows, spilled}) : Tensor{}};
   }
+  Work work(const Context&) const {
+    return {.kind = WorkKind::indexer,
+            .dtype = q.dtype,
+            .flops = 2 * double(q.shape[1] * q.shape[2]) * documents.pairs(),
+            .bytes = bytes_of(q, k, weights, indices)};
+  }
   void check_shapes() const {
     check(q.shape.rank() == 3 && indices.shape.rank() == 2, "indexer_select: q, indices are not of rank 3, 2",
           {{"q", q.shape.rank()}, {"indices", indices.shape.rank()}});
@@ -123,6 +129,14 @@ struct IndexerLoss {
             .starts = ctx.scratch.take(DType::i32, {rows, cuda::key_words(all) + 1}),
             .target = ctx.scratch.take(DType::f32, {indices.present() ? rows : 0, W}),
             .dk = ctx.scratch.take(DType::f32, {cuda::key_parts(all, H / 64), keys, H})};
+  }
+  Work work(const Context&) const {
+    const double pairs = indices.present() ? documents.pairs(indices.shape[1]) : documents.pairs();
+    return {.kind = WorkKind::indexer,
+            .backward = true,
+            .dtype = q.dtype,
+            .flops = (dq.present() ? 3 : 1) * 2 * double(q.shape[1] * q.shape[2]) * pairs,
+            .bytes = bytes_of(q, k, weights, target, indices, dq, dk, dweights)};
   }
   void check_shapes() const {
     check(q.shape.rank() == 3 && target.shape.rank() == 2, "indexer_loss: q, target are not of rank 3, 2",

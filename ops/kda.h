@@ -37,6 +37,8 @@ namespace moetrain::ops {
 
 enum class KdaForm : std::uint8_t { chunked, recurrent };
 inline constexpr std::int64_t kKdaChunk = 64, kKdaSubChunk = 16;  // rows
+// Products and sums of a head's row in the chunked form, forward.
+constexpr double kda_row_flops(std::int64_t H) { return double(6 * H * H + 3 * kKdaChunk * H + kKdaChunk * kKdaChunk); }
 
 struct KdaForward {
   KdaForm form = KdaForm::chunked;

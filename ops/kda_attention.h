@@ -21,6 +21,7 @@
 
 #include "ops/context.h"
 #include "ops/documents.h"
+#include "ops/kda.h"
 
 namespace moetrain::ops {
 
@@ -50,6 +51,9 @@ struct KdaAttention {                 // what both passes are given; P = N H
   std::int64_t N() const { return a_log.shape[0]; }
   std::int64_t H() const { return dt_bias.shape[1]; }
   std::int64_t slots() const;  // KdaTiles
+  double flops() const { return double(T() * N()) * kda_row_flops(H()); }
+  double turns() const { return double(documents.longest()) / double(kKdaChunk); }
+  double bytes() const { return bytes_of(q_in, k_in, v_in, f, b, gate); }
   Shape states() const { return {documents.states(), N(), H(), H()}; }
   Shape maps() const { return {documents.states(), N(), H(), 2 * H()}; }
   Shape histories() const { return {3, documents.states(), q_conv.shape[2] - 1, P()}; }
@@ -62,6 +66,9 @@ struct KdaAttentionForward {
   Tensor y;                                 // (T, N, H)
   Tensor final_state;                       // (states, N, H, H) real; absent: not wanted
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  Work work(const Context&) const {
+    return {.kind = WorkKind::kda, .dtype = y.dtype, .flops = x.flops(), .bytes = x.bytes() + bytes_of(o, y), .turns = x.turns()};
+  }
   void check_shapes() const;
   void take_scratch(Context& ctx) const;
 };
@@ -86,6 +93,14 @@ struct KdaAttentionBackward {
   Tensor dinitial_state;                    // (states, N, H, H) real; absent: not wanted
   Tensor dhistory = {};                     // like history, written; absent: not wanted
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  Work work(const Context&) const {
+    return {.kind = WorkKind::kda,
+            .backward = true,
+            .dtype = dy.dtype,
+            .flops = 2 * x.flops(),
+            .bytes = 2 * x.bytes() + bytes_of(dy, o),
+            .turns = x.turns()};
+  }
   void check_shapes() const;
   void take_scratch(Context& ctx) const;
 };
@@ -94,6 +109,9 @@ struct KdaAttentionMap {
   KdaAttention x;                           // without an initial state
   Tensor map;                               // (states, N, H, 2 H) real, [N | M] a row
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  Work work(const Context&) const {
+    return {.kind = WorkKind::kda, .dtype = x.q_in.dtype, .flops = 2 * x.flops(), .bytes = x.bytes()};
+  }
   void check_shapes() const;
   void take_scratch(Context& ctx) const;
 };
@@ -104,6 +122,10 @@ struct KdaAttentionMapBackward {
   ConstTensor o;                            // (T, N, H)
   Tensor map;                               // (states, N, H, 2 H) real, [G | M^T] a row
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  Work work(const Context&) const {
+    return {
+        .kind = WorkKind::kda, .backward = true, .dtype = dy.dtype, .flops = 2 * x.flops(), .bytes = x.bytes() + bytes_of(dy, o)};
+  }
   void check_shapes() const;
   void take_scratch(Context& ctx) const;
 };
@@ -113,6 +135,7 @@ struct KdaFold {
   std::int64_t first, end;  // the maps first, first + 1, ..., or where end < first downwards; that of `end` is not among them
   Tensor state;             // (states, N, H, H) real: S = M S + N over them, from zero
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  Work work(const Context&) const { return {.kind = WorkKind::kda, .dtype = state.dtype, .bytes = bytes_of(maps, state)}; }
   void check_shapes() const;
 };
 

@@ -22,6 +22,7 @@ struct LayerNormForward {
   Tensor mean;    // (T) real; kept for backward
   Tensor r;       // (T) real, 1 / standard deviation; kept for backward
   double eps;
+  Work work(const Context&) const { return {.bytes = bytes_of(x, y, mean, r)}; }
   void check_shapes() const {
     check(x.shape.rank() == 2 && x.shape[1] >= 1, "layernorm: x is not (T, D)", {{"rank", x.shape.rank()}, {"x", x.count()}});
     const auto T = x.shape[0], D = x.shape[1];
@@ -47,6 +48,7 @@ struct LayerNormBackward {
   Tensor dx;         // (T, D); may alias dy; absent: not wanted
   Tensor dw;         // (D) real; adds; absent: frozen
   Tensor db;         // (D) real; adds; absent: frozen
+  Work work(const Context&) const { return {.backward = true, .bytes = bytes_of(dy, x, mean, r, dx)}; }
   void check_shapes() const {
     check(x.shape.rank() == 2 && x.shape[1] >= 1, "layernorm: x is not (T, D)", {{"rank", x.shape.rank()}, {"x", x.count()}});
     const auto T = x.shape[0], D = x.shape[1];

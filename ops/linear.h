@@ -31,6 +31,18 @@ struct SplitProduct {
   }
 };
 
+// c, of c.count() sums over `depth` summands: on CUDA in tiles of 64, by the parts' products where operands are split.
+inline Work product_work(const Context& ctx, ConstTensor a, ConstTensor b, ConstTensor c, std::int64_t depth, bool adds) {
+  const std::int64_t tile = ctx.plans_for == Device::cuda ? 64 : 1;
+  const bool a_real = a.dtype == DType::f32, b_real = b.dtype == DType::f32;
+  const bool split = tile > 1 && (a_real || b_real) && !(a_real && b_real && c.dtype != DType::bf16);
+  const double sums = double(in_tiles(c.shape[0], tile) * in_tiles(c.shape[1], tile));
+  return {.kind = WorkKind::linear,
+          .dtype = split || a.dtype == DType::bf16 || b.dtype == DType::bf16 ? DType::bf16 : a.dtype,
+          .flops = (split ? 3 : 1) * 2 * sums * double(depth),
+          .bytes = (split ? 2 : 1) * bytes_of(a, b, c) + (adds ? bytes_of(c) : 0)};
+}
+
 struct LinearForward {
   ConstTensor x;                            // (T, I)
   ConstTensor w;                            // (O, I)
@@ -40,6 +52,7 @@ struct LinearForward {
   void take_scratch(Context& ctx) const {
     if (ctx.plans_for == Device::cuda) SplitProduct(ctx, x, w, y);
   }
+  Work work(const Context& ctx) const { return product_work(ctx, x, w, y, x.shape[1], add); }
   void check_shapes() const {
     check(x.shape.rank() == 2 && w.shape.rank() == 2 && x.shape[1] == w.shape[1], "linear: x is not (T, I) of w (O, I)",
           {{"I of x", x.shape[1]}, {"I of w", w.shape[1]}});
@@ -71,6 +84,12 @@ struct LinearBackward {
   }
   void clear_dw(const Context& ctx) const {  // for backends that only add
     if (write_dw && dw.present() && !ctx.dry()) fill(ctx.device(), dw.data, 0, dw.bytes());
+  }
+  Work work(const Context& ctx) const {
+    Work both{.kind = WorkKind::linear, .backward = true, .dtype = dy.dtype};
+    if (dx.present()) both += product_work(ctx, dy, w, dx, dy.shape[1], add_dx);
+    if (dw.present()) both += product_work(ctx, dy, x, dw, dy.shape[0], !write_dw);
+    return both;
   }
   void check_shapes() const {
     check(dy.shape.rank() == 2 && is_floating(dy.dtype), "linear: dy is not a floating (T, O)",

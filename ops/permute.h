@@ -38,6 +38,7 @@ struct SortSlots {
   Tensor slot_row;      // (T, K) i64, the row of slot (t, k) when slots are sorted by expert, stable in (t, k)
   Tensor counts;        // (E) i64, written
   Tensor offsets = {};  // (E+1) i64, written: the first row of each expert, and the number of rows; absent: not wanted
+  Work work(const Context&) const { return {.bytes = bytes_of(experts, experts, slot_row, counts)}; }
   void check_shapes() const {
     check(!offsets.present() || (offsets.shape == Shape{counts.count() + 1} && offsets.dtype == DType::i64),
           "sort_slots: offsets are not (E + 1) i64", {{"E", counts.count()}, {"offsets", offsets.count()}});
@@ -54,6 +55,7 @@ struct SpreadRows {
   ConstTensor x;         // (T, D)
   ConstTensor slot_row;  // (T, K) i64
   Tensor rows;           // (T*K, D)
+  Work work(const Context&) const { return {.bytes = bytes_of(x, slot_row, rows)}; }
   void check_shapes() const {
     check(x.present() && x.shape.rank() == 2, "spread_rows: x is not (T, D)", {{"rank", x.shape.rank()}});
     check_slots(slot_row, x.shape[0], rows.shape[0], "spread_rows: slot_row is not (T, K) i64 for T tokens and T*K rows");
@@ -68,6 +70,7 @@ struct CollectRows {
   ConstTensor weights;   // (T, K) real; absent: 1
   Tensor y;              // (T, D)
   bool add = false;      // y += instead of y =, rounded once
+  Work work(const Context&) const { return {.bytes = bytes_of(rows, slot_row, weights, y)}; }
   void check_shapes() const {
     check_storage(rows, "collect_rows: rows are not (T*K, D) of a storage type");
     check_slots(slot_row, y.shape[0], rows.shape[0], "collect_rows: slot_row is not (T, K) i64 for T tokens and T*K rows");
@@ -84,6 +87,7 @@ struct CollectRowsBackward {
   ConstTensor slot_row;  // (T, K) i64
   ConstTensor weights;   // (T, K) real
   Tensor drows;          // (T*K, D), written
+  Work work(const Context&) const { return {.backward = true, .bytes = bytes_of(dy, drows, slot_row, weights)}; }
   void check_shapes() const {
     check_storage(drows, "collect_rows backward: drows are not (T*K, D) of a storage type");
     check_slots(slot_row, dy.shape[0], drows.shape[0],
@@ -102,6 +106,7 @@ struct WeightGradients {
   ConstTensor slot_row;  // (T, K) i64
   ConstTensor weights;   // (T, K) real
   Tensor dweights;       // (T, K) real, written
+  Work work(const Context&) const { return {.backward = true, .bytes = bytes_of(dots, slot_row, weights, dweights)}; }
   void check_shapes() const {
     check(dots.shape.rank() == 1 && weights.shape == slot_row.shape && weights.dtype == dots.dtype,
           "weight_gradients: dots and weights are not (T*K) and (T, K) of one type",
@@ -118,6 +123,7 @@ struct PlaceRuns {
   ConstTensor begins;  // (n+1) i64, ascending from 0 to R; empty runs are normal
   ConstTensor places;  // (n) i64
   Tensor to;           // (R) i64, written
+  Work work(const Context&) const { return {.bytes = bytes_of(begins, places, to)}; }
   void check_shapes() const {
     check(begins.shape == Shape{places.count() + 1} && places.shape.rank() == 1 && to.shape.rank() == 1,
           "place_runs: begins are not one more than places, or to is not (R)",
@@ -132,6 +138,7 @@ struct MoveRows {
   ConstTensor to;       // (R) i64, a permutation
   bool gather = false;  // false: y[to[r]] = x[r]; true: y[r] = x[to[r]]
   Tensor y;             // (R, D)
+  Work work(const Context&) const { return {.bytes = bytes_of(x, to, y)}; }
   void check_shapes() const {
     check(x.present() && x.shape.rank() == 2, "move_rows: x is not (R, D)", {{"rank", x.shape.rank()}});
     check(to.shape == Shape{x.shape[0]} && to.dtype == DType::i64, "move_rows: to is not (R) i64",

@@ -15,6 +15,11 @@ struct SumOfSquares {
   std::span<const ConstTensor> x;           // of any shape and floating type each
   Tensor sum;                               // (1) f64; adds
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  Work work(const Context&) const {
+    Work w{.kind = WorkKind::optimizer};
+    for (const ConstTensor& t : x) w.bytes += bytes_of(t);
+    return w;
+  }
   void check_shapes() const {
     for (const ConstTensor& t : x) check(is_floating(t.dtype), "sum_of_squares: x is not floating", {{"x", std::int64_t(t.dtype)}});
     check(sum.shape == Shape{1} && sum.dtype == DType::f64, "sum_of_squares: sum is not (1) f64",

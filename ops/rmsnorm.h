@@ -21,6 +21,7 @@ struct RmsNormForward {
   Tensor r;       // (T) real; kept for backward
   double eps;
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  Work work(const Context&) const { return {.bytes = bytes_of(x, w, y, r)}; }
   void check_shapes() const {
     check(x.shape.rank() == 2, "rmsnorm: x is not (T, D)", {{"rank", x.shape.rank()}});
     const std::int64_t T = x.shape[0], D = x.shape[1];
@@ -42,6 +43,7 @@ struct RmsNormBackward {
   Tensor dx;       // (T, D); may alias dy; absent: not wanted
   Tensor dw;       // (D) real; adds; absent: frozen
   static constexpr bool dry_on_cpu = true;  // ops/context.h
+  Work work(const Context&) const { return {.backward = true, .bytes = bytes_of(dy, x, w, r, dx)}; }
   void check_shapes() const {
     check(x.shape.rank() == 2, "rmsnorm: x is not (T, D)", {{"rank", x.shape.rank()}});
     const std::int64_t T = x.shape[0], D = x.shape[1];

@@ -43,6 +43,7 @@ struct RouterForward {
   Tensor experts;        // (T, K) i32; read, not written, when decided
   Tensor weights;        // (T, K) real
   Tensor cutoff;         // (T) real; absent: not wanted
+  Work work(const Context&) const { return {.bytes = bytes_of(logits, experts, weights, cutoff)}; }
   void check_shapes() const {
     const auto T = logits.shape[0], E = logits.shape[1], K = experts.shape[1];
     check(logits.shape.rank() == 2 && E >= 1, "router: logits are not (T, E)", {{"rank", logits.shape.rank()}, {"E", E}});
@@ -66,6 +67,7 @@ struct RouterBackward {
   ConstTensor experts;   // (T, K) i32
   RouterRule rule;
   Tensor dlogits;  // (T, E) real; written, 0 where unselected
+  Work work(const Context&) const { return {.backward = true, .bytes = bytes_of(dweights, logits, experts, dlogits)}; }
   void check_shapes() const {
     const auto T = logits.shape[0], E = logits.shape[1], K = experts.shape[1];
     check(logits.shape.rank() == 2 && E >= 1, "router: logits are not (T, E)", {{"rank", logits.shape.rank()}, {"E", E}});

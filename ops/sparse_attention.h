@@ -64,6 +64,13 @@ bool sparse_attention_in_tiles(const Args& a) {
          a.latent.shape[0] <= cuda::kMostListedKeys;
 }
 
+// What one product of the latent's width and one of a score's take, of all pairs of a query and a position.
+template <class Args>
+double sparse_attention_flops(const Args& a, int scores, int values) {
+  const std::int64_t C = a.latent.shape[1], all = a.indices.count();
+  return 2 * double(a.q.shape[1] * (scores * (C + a.k_extra.shape[1]) + values * C)) * (a.pairs > 0 ? a.pairs : double(all));
+}
+
 struct SparseAttentionForward {
   ConstTensor q_latent;  // (T, N, C), absorbed query
   ConstTensor q;         // (T, N, Hn + He), used: the last He columns
@@ -74,12 +81,19 @@ struct SparseAttentionForward {
   Tensor o_latent;                          // (T, N, C)
   Tensor lse;                               // (T, N) real; kept for backward
   Tensor probability;                       // (T, K) real, mean over heads, 0 at empty slots; absent: not wanted
+  double pairs = 0;                         // of queries and positions, where that is known to be less than T K
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   // Of the CUDA backend: blocks at once, four a multiprocessor of an H200, and heads whose scores a block's query has at once.
   static constexpr std::int64_t kBlocks = 528, kHeads = 8;
   Tensor take_scratch(Context& ctx) const {
     if (sparse_attention_in_tiles(*this) || (ctx.dry() && ctx.plans_for == Device::cpu)) return {};
     return ctx.scratch.take(DType::f32, {std::min(q.shape[0], kBlocks), kHeads, indices.shape[1]});
+  }
+  Work work(const Context&) const {
+    return {.kind = WorkKind::sparse_attention,
+            .dtype = q.dtype,
+            .flops = sparse_attention_flops(*this, 1, 1),
+            .bytes = bytes_of(q_latent, latent, k_extra, indices, o_latent, lse, probability)};
   }
   void check_shapes() const {
     check_sparse_attention_inputs(*this);
@@ -104,6 +118,7 @@ struct SparseAttentionBackward {
   Tensor dq;                                // (T, N, Hn + He), written: the last He columns
   Tensor dlatent;                           // (keys, C)
   Tensor dk_extra;                          // (keys, He)
+  double pairs = 0;                         // as above
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   // Of the CUDA backend, which holds some rows of queries at a time: the probabilities and the gradients of scores of their pairs.
   struct Scratch {
@@ -133,6 +148,13 @@ struct SparseAttentionBackward {
             .sets = ctx.scratch.take(DType::i32, {rows, cuda::key_words(keys)}),
             .starts = ctx.scratch.take(DType::i32, {rows, cuda::key_words(keys) + 1}),
             .sums = ctx.scratch.take(DType::f32, {cuda::key_parts(keys, width / 64), keys, width})};
+  }
+  Work work(const Context&) const {
+    return {.kind = WorkKind::sparse_attention,
+            .backward = true,
+            .dtype = q.dtype,
+            .flops = sparse_attention_flops(*this, 3, 2),
+            .bytes = bytes_of(do_latent, q_latent, latent, k_extra, indices, o_latent, lse, dq_latent, dlatent, dk_extra)};
   }
   void check_shapes() const {
     check_sparse_attention_inputs(*this);

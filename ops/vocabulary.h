@@ -22,6 +22,7 @@ struct LocalIds {
   std::int64_t first, count;  // the words here
   std::int64_t words;         // of the whole vocabulary
   Tensor y;                   // (T) i32; may be ids
+  Work work(const Context&) const { return {.bytes = bytes_of(ids, y)}; }
   void check_shapes() const {
     check(ids.shape.rank() == 1 && y.shape == ids.shape && ids.dtype == DType::i32 && y.dtype == DType::i32,
           "local_ids: ids and y are not (T) int32", {{"ids", ids.count()}, {"y", y.count()}});
@@ -33,6 +34,7 @@ struct LocalIds {
 struct MergeSums {
   ConstTensor parts;  // (ranks, 3, s) real: each one's maximum, sum of exponentials below it, logit of the label or 0
   Tensor all;         // (3, s), written
+  Work work(const Context&) const { return {.bytes = bytes_of(parts, all)}; }
   void check_shapes() const {
     check(parts.shape.rank() == 3 && parts.shape[1] == 3 && all.shape == Shape{3, parts.shape[2]} && all.dtype == parts.dtype,
           "merge_sums: parts and all are not (ranks, 3, s) and (3, s)", {{"parts", parts.count()}, {"all", all.count()}});

@@ -81,7 +81,7 @@ class Communicator {
   void barrier();
   // The group of some of this group's ranks, in this order; every rank of this group calls it, each with the group it is in. On a
   // device collectives of one lane run one after another, those of several beside each other. A message names it.
-  enum class Lane : std::uint8_t { sharding, exchange, tensor };
+  enum class Lane : std::uint8_t { sharding, exchange, tensor, control };  // control: small messages of host memory
   virtual std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane lane = Lane::sharding,
                                                  const char* name = "group") = 0;
   // On a device collectives are queued: the host waits here until they are done, the traffic then has their time. Nothing to do in
@@ -124,7 +124,9 @@ class Communicator {
 };
 
 std::unique_ptr<Communicator> solo(Device device = Device::cpu);  // one rank: copies
-std::unique_ptr<Communicator> dry(int rank, int size);  // counts traffic, moves nothing (moetrain plan)
+// Counts traffic, moves nothing (moetrain plan); over a network, which outlives it, messages take time too.
+struct Network;
+std::unique_ptr<Communicator> dry(int rank, int size, const Network* network = nullptr);
 // All ranks of the job, host memory; collective, needs a live MpiSession, which must outlive it. A collective stages and sends at
 // most round_bytes at a time, so that no count outgrows MPI's int and staging stays small.
 inline constexpr std::int64_t kRoundBytes = std::int64_t(64) << 20;

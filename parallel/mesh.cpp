@@ -17,7 +17,8 @@ std::vector<int> members(const MeshShape& shape, Same&& same) {
 
 Axis axis_of(const char* name, Communicator& data, Communicator& control, const std::vector<int>& ranks,
              Communicator::Lane lane = Communicator::Lane::sharding) {
-  return {data.subgroup(ranks, lane, name), control.subgroup(ranks, lane, (std::string(name) + " control").c_str())};
+  return {data.subgroup(ranks, lane, name),
+          control.subgroup(ranks, Communicator::Lane::control, (std::string(name) + " control").c_str())};
 }
 
 }  // namespace
@@ -44,7 +45,8 @@ Mesh::Mesh(MeshShape shape, std::unique_ptr<Communicator> world, Device device) 
          {"ranks", world->size()}});
   here_ = coordinates_of(shape, world->rank());
   const auto me = here_;
-  world_.control = world->subgroup(members(shape, [](const Coordinates&) { return true; }), {}, "world control");
+  world_.control =
+      world->subgroup(members(shape, [](const Coordinates&) { return true; }), Communicator::Lane::control, "world control");
   world_.data = device == Device::cuda ? on_devices(std::move(world)) : std::move(world);
   Communicator &data = *world_.data, &control = *world_.control;
   dense_ = axis_of("dense", data, control, members(shape, [&](const Coordinates& c) { return c.tensor == me.tensor; }));

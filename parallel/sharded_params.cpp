@@ -25,7 +25,7 @@ ShardedParams::ShardedParams(Memory& memory, std::vector<ShardedTensor> tensors,
       units_(std::move(units)),
       storage_(tensors_.size()),
       open_(units_.size(), 0),
-      from_host_(memory.device()),
+      from_host_(memory),
       came_(units_.size()),
       gathering_(units_.size(), false),
       options_(options) {
@@ -119,8 +119,8 @@ void ShardedParams::fetch(int u) {
     own.gathered = OwnedTensor(memory_, Category::weights, tensors_[std::size_t(t)].dtype,
                                sharded ? padded_shape(t) : tensors_[std::size_t(t)].shape);
     const Tensor from = own.weight.view();
-    from_host_.copy(offset_by(own.gathered.view(), sharded ? it.group->rank() * from.shape[0] : 0), from.data, from.bytes(),
-                    came_[std::size_t(u)]);
+    from_host_.copy(Transfer::Way::to_device, offset_by(own.gathered.view(), sharded ? it.group->rank() * from.shape[0] : 0),
+                    from.data, from.bytes(), came_[std::size_t(u)]);
   }
 }
 

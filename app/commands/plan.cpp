@@ -1,17 +1,16 @@
-// plan.cpp -- a job's parameters, bytes and FLOPs as tables for people or as JSON for programs, and what to change if it does not
-// fit.
+// plan.cpp -- a job's parameters, bytes, FLOPs and time as tables for people or as JSON for programs, and what would be faster.
 #include "core/plan.h"
 
 #include <algorithm>
-#include <functional>
 #include <iomanip>
 #include <iostream>
-#include <numeric>
-#include <sstream>
 
 #include "app/commands.h"
 #include "app/job.h"
-#include "io/json.h"
+#include "app/plan_advice.h"
+#include "app/plan_report.h"
+#include "core/search.h"
+#include "core/trainer.h"
 
 namespace moetrain::app {
 namespace {
@@ -19,106 +18,8 @@ namespace {
 using core::Plan;
 using core::RankPlan;
 
-std::int64_t host_total(const RankPlan& r) { return std::accumulate(r.host_bytes.begin(), r.host_bytes.end(), std::int64_t(0)); }
-
-std::int64_t worst(const Plan& plan) {
-  std::int64_t most = 0;
-  for (const RankPlan& r : plan.ranks) most = std::max(most, r.device_total);
-  return most;
-}
-
-// Nothing when no memory was named.
-std::optional<bool> fits(const Plan& plan, const PlanArguments& a) {
-  if (!a.device_memory && !a.host_memory) return std::nullopt;
-  return std::all_of(plan.ranks.begin(), plan.ranks.end(), [&](const RankPlan& r) {
-    return (!a.device_memory || r.device_total <= *a.device_memory) && (!a.host_memory || host_total(r) <= *a.host_memory);
-  });
-}
-
-std::string fixed(double value, int digits) {
-  std::ostringstream text;
-  text << std::fixed << std::setprecision(digits) << value;
-  return text.str();
-}
-std::string gib(std::int64_t bytes) { return fixed(double(bytes) / double(std::int64_t(1) << 30), 2) + " GiB"; }
-
-struct Change {
-  std::string what;  // the key and its new value
-  core::Config config;
-};
-
-// Ways to need less memory that leave the model and the global batch as they are, but for the last one, which needs more devices.
-std::vector<Change> changes(const core::Config& job) {
-  std::vector<Change> found;
-  auto add = [&](std::string what, const std::function<void(core::Config&)>& change) {
-    found.push_back({std::move(what), job});
-    change(found.back().config);
-  };
-  const auto& p = job.parallel;
-  if (p.sharding != parallel::Sharding::full)
-    add("parallel.sharding: full", [](core::Config& c) { c.parallel.sharding = parallel::Sharding::full; });
-  if (!p.expert_sharding) add("parallel.expert_sharding: full", [](core::Config& c) { c.parallel.expert_sharding = true; });
-  if (!p.reshard_after_use) add("parallel.reshard_after_use: true", [](core::Config& c) { c.parallel.reshard_after_use = true; });
-  if (job.memory.activation_checkpointing != core::Checkpointing::full)
-    add("memory.activation_checkpointing: full",
-        [](core::Config& c) { c.memory.activation_checkpointing = core::Checkpointing::full; });
-  if (const std::int64_t size = job.training.micro_batch_size; size > 1)
-    add("training.micro_batch_size: 1 and gradient_accumulation: " + std::to_string(size * job.training.gradient_accumulation),
-        [size](core::Config& c) {
-          c.training.micro_batch_size = 1;
-          c.training.gradient_accumulation *= size;
-        });
-  if (const std::int64_t E = job.model.num_experts; E > 0 && p.data_parallel % 2 == 0 && E % (2 * p.expert_parallel) == 0)
-    add("parallel.expert_parallel: " + std::to_string(2 * p.expert_parallel) +
-            " and data_parallel: " + std::to_string(p.data_parallel / 2),
-        [](core::Config& c) {
-          c.parallel.expert_parallel *= 2;
-          c.parallel.data_parallel /= 2;
-        });
-  add("twice the ranks, parallel.data_parallel: " + std::to_string(2 * p.data_parallel),
-      [](core::Config& c) { c.parallel.data_parallel *= 2; });
-  const std::int64_t slices = 2 * p.sequence_parallel, S = job.data.sequence_length;
-  if (job.run.device == core::DeviceChoice::cpu && S % slices == 0 && S / slices >= job.model.linear_attn.short_conv_kernel_size - 1)
-    add("twice the ranks, parallel.sequence_parallel: " + std::to_string(slices),
-        [](core::Config& c) { c.parallel.sequence_parallel *= 2; });
-  const std::int64_t cut = 2 * p.tensor_parallel;
-  if (job.model.num_attention_heads % cut == 0 && job.model.linear_attn.num_heads % cut == 0)
-    add("twice the ranks, parallel.tensor_parallel: " + std::to_string(cut),
-        [](core::Config& c) { c.parallel.tensor_parallel *= 2; });
-  return found;
-}
-
-// Each change is planned, so the figures are what the job would need and no guess.
-std::vector<std::string> advice(const core::Config& job, const Plan& plan, const PlanArguments& a) {
-  std::vector<std::string> lines;
-  if (fits(plan, a).value_or(true)) return lines;
-  std::vector<std::pair<std::int64_t, std::string>> better;
-  for (const Change& change : changes(job)) {
-    const Plan other = core::make_plan(change.config);
-    if (const std::int64_t bytes = worst(other); bytes < worst(plan))
-      better.emplace_back(bytes, change.what + " brings the largest rank from " + gib(worst(plan)) + " to " + gib(bytes) +
-                                     (fits(other, a).value_or(false) ? ", which fits" : ""));
-  }
-  std::sort(better.begin(), better.end());
-  for (auto& [bytes, line] : better) lines.push_back(std::move(line));
-  if (lines.empty()) {
-    const RankPlan& r = *std::max_element(plan.ranks.begin(), plan.ranks.end(),
-                                          [](const RankPlan& x, const RankPlan& y) { return x.device_total < y.device_total; });
-    const auto most = std::max_element(r.device_bytes.begin(), r.device_bytes.end());
-    lines.push_back(std::string("the largest part is ") + name_of(Category(most - r.device_bytes.begin())) + ", " + gib(*most) +
-                    " a rank: shorten data.sequence_length or use more ranks");
-  }
-  return lines;
-}
-
-io::Json bytes_json(const std::array<std::int64_t, kCategories>& bytes, std::int64_t total) {
-  io::Json j;
-  for (int c = 0; c < kCategories; ++c) j[name_of(Category(c))] = bytes[std::size_t(c)];
-  j["total"] = total;
-  return j;
-}
-
-io::Json plan_json(const Plan& plan, std::optional<bool> fit, const std::vector<std::string>& lines) {
+io::Json plan_json(const Plan& plan, const std::optional<core::Machine>& machine, std::optional<bool> fit,
+                   const std::vector<std::string>& lines) {
   io::Json j;
   const auto& n = plan.parameters;
   j["parameters"] = {{"total", n.total},
@@ -131,12 +32,17 @@ io::Json plan_json(const Plan& plan, std::optional<bool> fit, const std::vector<
     j["ranks"].push_back({{"rank", r.rank},
                           {"count", r.count},
                           {"device_bytes", bytes_json(r.device_bytes, r.device_total)},
-                          {"host_bytes", bytes_json(r.host_bytes, host_total(r))}});
+                          {"host_bytes", bytes_json(r.host_bytes, r.host_total)},
+                          {"phases", phases_json(r)}});
   j["fits"] = fit ? io::Json(*fit) : io::Json(nullptr);
   j["step"] = {{"model_flops", plan.flops.total()},
                {"bytes_gathered", plan.bytes_gathered},
                {"bytes_exchanged", plan.bytes_exchanged},
-               {"predicted_ms", nullptr}};
+               {"predicted_ms", plan.time ? io::Json(1e3 * plan.time->total()) : io::Json(nullptr)}};
+  if (machine) {
+    j["step"]["machine"] = machine->name;
+    j["step"]["parts_ms"] = parts_json(*plan.time);
+  }
   j["advice"] = lines;
   return j;
 }
@@ -148,7 +54,29 @@ void print_row(const std::string& name, const std::string& value, const std::str
 
 std::string share(double part, double whole) { return fixed(100 * part / whole, 1) + " %"; }
 
-void print_plan(const core::Config& job, const Plan& plan) {
+// Sizes that devices are sold with.
+std::string devices_that_hold(std::int64_t bytes) {
+  std::string text;
+  for (const std::int64_t size : {24, 40, 64, 80, 141, 192})
+    text += (text.empty() ? "" : ", ") + std::to_string(size) + " GB " + (bytes <= size * 1'000'000'000 ? "yes" : "no");
+  return text;
+}
+
+std::string name_of_kind(const RankPlan& r) {
+  return "rank " + std::to_string(r.rank) + (r.count > 1 ? ", and alike " + std::to_string(r.count - 1) + " more" : "");
+}
+
+// The largest kind of rank in full, others by what they hold at the most.
+void print_ranks(const Plan& plan) {
+  const RankPlan& largest = *std::max_element(plan.ranks.begin(), plan.ranks.end(),
+                                              [](const RankPlan& a, const RankPlan& b) { return a.device_total < b.device_total; });
+  std::cout << name_of_kind(largest) << "\n";
+  print_bytes(largest);
+  for (const RankPlan& r : plan.ranks)
+    if (&r != &largest) std::cout << name_of_kind(r) << ": " << bytes_text(r.device_total) << "\n";
+}
+
+void print_plan(const core::Config& job, const Plan& plan, const std::optional<core::Machine>& machine) {
   const auto& n = plan.parameters;
   std::cout << "parameters\n";
   print_row("total", std::to_string(n.total));
@@ -156,14 +84,8 @@ void print_plan(const core::Config& job, const Plan& plan) {
   print_row("routed experts", std::to_string(n.routed_experts));
   print_row("trunk", std::to_string(n.trunk), "all but the routed experts");
   print_row("trainable", std::to_string(n.trainable));
-  for (const RankPlan& r : plan.ranks) {
-    std::cout << "rank " << r.rank;
-    if (r.count > 1) std::cout << ", and alike " << r.count - 1 << " more";
-    std::cout << "\n";
-    for (int c = 0; c < kCategories; ++c) print_row(name_of(Category(c)), gib(r.device_bytes[std::size_t(c)]));
-    print_row("peak of the sum", gib(r.device_total));
-    if (const std::int64_t host = host_total(r); host > 0) print_row("host memory", gib(host), "the copy that a checkpoint is written from");
-  }
+  print_ranks(plan);
+  std::cout << "fits a device of " << devices_that_hold(plan.most_device()) << "\n";
   const auto& f = plan.flops;
   std::cout << "one step of " << plan.tokens << " tokens, forward and backward\n";
   const std::pair<const char*, double> kinds[] = {
@@ -173,25 +95,112 @@ void print_plan(const core::Config& job, const Plan& plan) {
   for (const auto& [name, flops] : kinds)
     if (flops > 0) print_row(name, fixed(flops / 1e12, 6) + " TFLOP", share(flops, f.total()));
   print_row("model FLOPs", fixed(f.total() / 1e12, 6) + " TFLOP");
-  print_row("gathered", gib(plan.bytes_gathered), "weights and gradients, rank 0");
-  print_row("exchanged", gib(plan.bytes_exchanged), "rows to experts and back, rank 0");
+  print_row("gathered", bytes_text(plan.bytes_gathered), "weights and gradients, rank 0");
+  print_row("exchanged", bytes_text(plan.bytes_exchanged), "rows to experts and back, rank 0");
   if (job.parallel.mesh().ranks() == 1) std::cout << "one rank: nothing is gathered or exchanged\n";
+  if (!machine) return;
+  std::cout << "predicted for " << machine->name << "\n";
+  print_time(*plan.time, double(plan.tokens), plan.flops.total(), job.parallel.mesh().ranks());
+}
+
+// What predicts, if anything does. A job that leaves its device open is then planned for the machine's.
+std::optional<core::Machine> machine_of(core::Config& job, const std::string& named) {
+  auto& device = job.run.device;
+  if (named.empty()) {
+    if (core::planned_device(job) == Device::cpu) return {};
+    device = core::DeviceChoice::cuda;
+    return core::read_machine("h200");
+  }
+  const core::Machine machine = core::read_machine(named);
+  const bool gpu = machine.device == Device::cuda;
+  if (gpu && job.cpu_only())
+    throw Error(std::string(job.cpu_only()) + " runs on the CPU only, and machine " + machine.name + " is a GPU",
+                ExitCode::bad_job);
+  if (device == (gpu ? core::DeviceChoice::cpu : core::DeviceChoice::cuda))
+    throw Error(
+        std::string("run.device is ") + (gpu ? "cpu" : "cuda") + ", and machine " + machine.name + " is a " + (gpu ? "GPU" : "CPU"),
+        ExitCode::bad_job);
+  device = gpu ? core::DeviceChoice::cuda : core::DeviceChoice::cpu;
+  return machine;
+}
+
+io::Json search_json(const core::SearchResult& found) {
+  io::Json j{{"tried", found.tried}, {"proposals", io::Json::array()}, {"smallest", nullptr}};
+  const auto sizes = [](const core::Proposal& p) {
+    return io::Json{{"device_bytes", p.device_bytes}, {"host_bytes", p.host_bytes}, {"set", p.set}};
+  };
+  for (const core::Proposal& p : found.best) {
+    j["proposals"].push_back(sizes(p));
+    j["proposals"].back()["predicted_ms"] = p.ms;
+  }
+  if (found.smallest) j["smallest"] = sizes(*found.smallest);
+  return j;
+}
+
+std::string memory_text(const MemoryLimits& m) {
+  std::string text = m.device ? bytes_text(*m.device) + " of device memory" : "";
+  if (m.host) text += (text.empty() ? "" : " and ") + bytes_text(*m.host) + " of host memory";
+  return text;
+}
+std::string memory_text(const core::Proposal& p) {  // of the largest rank
+  return memory_text(MemoryLimits{p.device_bytes, p.host_bytes > 0 ? std::optional(p.host_bytes) : std::nullopt});
+}
+
+std::string set_lines(const core::Proposal& p) {
+  std::string text;
+  for (const std::string& set : p.set) text += " --set " + set;
+  return text.empty() ? " as the job is" : text;
+}
+
+void print_search(const core::SearchResult& found, int ranks) {
+  std::cout << found.best.size() << " best of " << found.tried << " planned for " << ranks
+            << " ranks, with the job's model and global batch\n";
+  for (const core::Proposal& p : found.best)
+    std::cout << fixed(p.ms, 1) << " ms a step, " << memory_text(p) << "\n " << set_lines(p) << "\n";
+}
+
+ExitCode search(const core::Config& job, const core::Machine& machine, const PlanArguments& a, const MemoryLimits& limits) {
+  const int ranks = a.ranks > 0 ? a.ranks : job.parallel.mesh().ranks();
+  const auto found =
+      core::search(job, machine, {.ranks = ranks, .device_memory = *limits.device, .host_memory = limits.host.value_or(0)});
+  if (a.json) {
+    std::cout << search_json(found).dump(2) << "\n";
+  } else if (found.best.empty()) {
+    std::cout << "no layout of " << ranks << " ranks "
+              << (found.smallest ? "fits " + memory_text(limits) : "has this model and global batch") << "\n";
+    if (found.smallest)
+      std::cout << "the least is " << memory_text(*found.smallest) << ", with\n " << set_lines(*found.smallest) << "\n";
+  } else {
+    print_search(found, ranks);
+  }
+  return ExitCode::done;
 }
 
 }  // namespace
 
 ExitCode plan(const PlanArguments& arguments) {
-  const core::Config job = read_job(arguments.job, arguments.ranks, Needs::sizes);
-  const Plan plan = core::make_plan(job);
-  const auto fit = fits(plan, arguments);
-  const auto lines = advice(job, plan, arguments);
+  core::Config job = read_job(arguments.job, arguments.search ? 0 : arguments.ranks, Needs::sizes);
+  const auto machine = machine_of(job, arguments.machine);
+  MemoryLimits limits{arguments.device_memory, arguments.host_memory};
+  if (machine && !limits.device && (arguments.search || !arguments.machine.empty())) limits.device = machine->memory_bytes;
+  if (arguments.search) {
+    if (!machine)
+      throw Error("--search compares predicted times: name a machine, as --machine h200, or a file of moetrain bench --machine",
+                  ExitCode::bad_job);
+    return search(job, *machine, arguments, limits);
+  }
+  const Plan plan = core::make_plan(job, machine ? &*machine : nullptr);
+  const auto fit = fits(plan, limits);
+  const auto lines = advice(job, plan, limits, machine ? &*machine : nullptr);
   if (arguments.json) {
-    std::cout << plan_json(plan, fit, lines).dump(2) << "\n";
+    std::cout << plan_json(plan, machine, fit, lines).dump(2) << "\n";
     return ExitCode::done;
   }
-  print_plan(job, plan);
-  if (fit) std::cout << (*fit ? "fits\n" : "does not fit\n");
+  print_plan(job, plan, machine);
+  if (fit) std::cout << (*fit ? "fits " : "does not fit ") << memory_text(limits) << "\n";
   for (const std::string& line : lines) std::cout << "  " << line << "\n";
+  if (!machine && job.run.device == core::DeviceChoice::automatic && !job.cpu_only())
+    std::cout << "run.device auto: planned for CPU ranks, since this build has no CUDA; --machine h200 plans for that GPU\n";
   return ExitCode::done;
 }
 

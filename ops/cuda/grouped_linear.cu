@@ -21,6 +21,9 @@ namespace {
 using namespace cuda;           // NOLINT: the helpers of this backend
 using namespace cuda::grouped;  // NOLINT
 
+static_assert(kWidthOfTile == pair::kColumns && kWidthOfTile == pair::kPair * pair::kRows && kColumnsOfTile == kWidthStep &&
+              kSummandsOfTile == pair::kDepth);
+
 enum class Pass : std::uint8_t { forward, dgrad };
 
 constexpr int kRoundBytes = kPanelBytes;  // 64 rows of results of a warpgroup, on their way out

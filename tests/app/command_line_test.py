@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 
 PROGRAM = None
@@ -72,7 +73,8 @@ class CommandLine(InAFolder):
         flags = {
             "train": ["--resume", "--stop-after", "--set", "mpirun"],
             "check": ["--ranks", "--set"],
-            "plan": ["--ranks", "--device-memory", "--host-memory", "--json", "--set"],
+            "plan": ["--ranks", "--device-memory", "--host-memory", "--machine", "--search", "--json", "--set"],
+            "bench": ["NAME", "--json", "--machine"],
             "inspect": ["PATH"],
             "import": ["HF_FOLDER", "--out", "--job", "mpirun", "model.init_from"],
             "export": ["CHECKPOINT", "--to", "--out", "--experts", "--base"],
@@ -348,10 +350,97 @@ class Plans(InAFolder):
         self.assertAlmostEqual(held / (12 * plan["parameters"]["trainable"]), 1, delta=1e-3)
         self.assertIs(plan["fits"], False)
         self.assertTrue(plan["advice"] and all(isinstance(line, str) for line in plan["advice"]))
-        self.assertIsNone(plan["step"]["predicted_ms"])
-        self.assertEqual(set(plan["step"]), {"model_flops", "bytes_gathered", "bytes_exchanged", "predicted_ms"})
         for name in ("model_flops", "bytes_gathered", "bytes_exchanged"):
             self.assertGreater(plan["step"][name], 0, name)
+        for rank in plan["ranks"]:
+            self.assertEqual(list(rank["phases"]), ["load", "forward", "backward", "step", "save"])
+            for memory in ("device_bytes", "host_bytes"):
+                for phase in rank["phases"].values():
+                    self.assertEqual(set(phase[memory]), categories)
+                for name in categories:
+                    self.assertEqual(max(phase[memory][name] for phase in rank["phases"].values()), rank[memory][name], name)
+
+    def test_a_step_has_a_predicted_time_on_a_machine_alone(self):
+        plan = self.plan("kimi-k3", "--set", "parallel.expert_parallel=128", "--set", "run.device=cpu")
+        self.assertEqual(set(plan["step"]), {"model_flops", "bytes_gathered", "bytes_exchanged", "predicted_ms"})
+        self.assertIsNone(plan["step"]["predicted_ms"])
+        self.assertIsNone(plan["fits"])
+        plan = self.plan("kimi-k3", "--set", "parallel.expert_parallel=128", "--set", "run.device=cuda")
+        self.assertEqual(plan["step"]["machine"], "h200")
+        self.assertIsNone(plan["fits"])
+        named = self.plan("kimi-k3", "--set", "parallel.expert_parallel=128", "--machine", "h200")
+        self.assertIs(named["fits"], False)  # in its memory
+        self.assertEqual(named["step"], plan["step"])
+        parts = named["step"]["parts_ms"]
+        kinds = ["linear", "grouped_linear", "kda", "attention", "sparse_attention", "indexer", "loss", "optimizer", "rows"]
+        self.assertEqual(list(parts), [*kinds, "slowed_by_messages", "waits"])
+        self.assertEqual(set(parts["waits"]), {"weights", "sums", "experts_rows", "other_ranks", "its_host", "host_memory"})
+        whole = sum(sum(parts[kind].values()) for kind in kinds) + parts["slowed_by_messages"] + sum(parts["waits"].values())
+        self.assertAlmostEqual(whole / named["step"]["predicted_ms"], 1, delta=1e-9)
+        for word in ("predicted for h200", "waits: experts rows", "tokens/s", "does not fit"):
+            self.assertIn(word, call("plan", self.root / "job.yaml", "--machine", "h200", "--set", "parallel.expert_parallel=128").stdout)
+
+    def test_machines_that_do_not_fit_the_job_are_one_error(self):
+        self.plan("tiny-k3")
+        job, description = self.root / "job.yaml", self.write("m.yaml", "name: m\ndevice: cpu\nmemry: 1GB\n")
+        for words, wrong in [(["--machine", ""], "must not be empty"), (["--machine", "h9000"], "neither a machine (h200) nor a file"), (["--machine", description], f"{description}:3: memry: unknown key"),
+                             (["--machine", "h200", "--set", "run.device=cpu"], "run.device is cpu, and machine h200 is a GPU"),
+                             (["--machine", "h200", "--set", "run.dtype=fp64"], "run.dtype fp64 runs on the CPU only"),
+                             (["--search", "--set", "run.device=cpu"], "name a machine")]:
+            result = call("plan", job, *words)
+            self.assertEqual((result.returncode, result.stdout), (2, ""), words)
+            self.assertIn(wrong, result.stderr)
+
+    def test_a_search_proposes_what_check_and_plan_agree_with(self):
+        batch = ["--set", "training.gradient_accumulation=16"]
+        found = self.plan("tiny-k3", *batch, "--machine", "h200", "--search", "--ranks", 4, "--device-memory", "200MB")
+        self.assertGreater(found["tried"], 0)
+        self.assertTrue(found["proposals"])
+        times = [p["predicted_ms"] for p in found["proposals"]]
+        self.assertEqual(times, sorted(times))
+        job = self.root / "job.yaml"
+        for p in found["proposals"][:2]:
+            self.assertLessEqual(p["device_bytes"], 200_000_000)
+            set_lines = [word for line in p["set"] for word in ("--set", line)]
+            self.assertEqual(call("check", job, "--ranks", 4, *batch, *set_lines, "--set", "data.train=/", "--set", "data.format=bytes").returncode, 0, p)
+            plan = json.loads(call("plan", job, *batch, *set_lines, "--machine", "h200", "--json").stdout)
+            self.assertAlmostEqual(plan["step"]["predicted_ms"] / p["predicted_ms"], 1, delta=1e-9)
+            self.assertEqual(max(rank["device_bytes"]["total"] for rank in plan["ranks"]), p["device_bytes"])
+        text = call("plan", job, *batch, "--machine", "h200", "--search", "--ranks", 4, "--device-memory", "200MB").stdout
+        self.assertIn("--set parallel.", text)
+        text = call("plan", job, *batch, "--machine", "h200", "--search", "--ranks", 4, "--device-memory", "1MB").stdout
+        self.assertIn("no layout of 4 ranks fits", text)
+        self.assertIn("the least is", text)
+
+    def test_the_jobs_of_2_8_T_parameters_are_checked_and_planned_in_seconds(self):
+        for name, ranks, holds in [("kimi-k3.1-lora-128", 128, {"64 GB": "no", "80 GB": "yes", "141 GB": "yes"}),
+                                   ("kimi-k3.1-full", 896, {"64 GB": "no", "80 GB": "no", "141 GB": "yes"})]:
+            job = pathlib.Path(__file__).resolve().parents[2] / f"configs/{name}.yaml"
+            start = time.monotonic()
+            result = call("check", job)
+            self.assertEqual((result.returncode, result.stdout), (0, f"{job}: no faults, {ranks} ranks\n"), result.stderr)
+            text = call("plan", job, "--machine", "h200").stdout
+            self.assertLess(time.monotonic() - start, 30)
+            for size, word in holds.items():
+                self.assertIn(f"{size} {word}", text)
+            self.assertIn("experts ", text)
+
+    def test_a_machine_is_measured_into_a_file_that_plan_takes(self):
+        out = self.root / "mine.yaml"
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        result = call("bench", "--machine", out, env=environment)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertIn(f"{out}: written", result.stdout)
+        self.plan("tiny-k3")
+        job = self.root / "job.yaml"
+        for dtype in ("fp32", "bf16", "fp64"):
+            result = call("plan", job, "--json", "--machine", out, "--set", f"run.dtype={dtype}")
+            self.assertGreater(json.loads(result.stdout)["step"]["predicted_ms"], 0, result.stderr)
+        for words, wrong in [(["--machine", out], "exists already"), (["--machine", self.root / "none/m.yaml"], "there is no folder"),
+                             (["linear", "--machine", "x.yaml"], "without NAME"), (["--machine", ""], "must not be empty")]:
+            result = call("bench", *words, env=environment)
+            self.assertEqual((result.returncode, len(result.stderr.splitlines())), (2, 1), (words, result.stderr))
+            self.assertIn(wrong, result.stderr)
 
     def test_fits_is_said_only_against_a_memory(self):
         self.assertIsNone(self.plan("tiny-k3")["fits"])
@@ -369,7 +458,7 @@ class Plans(InAFolder):
         self.plan("tiny-k3")
         result = call("plan", self.root / "job.yaml")
         self.assertEqual(result.returncode, 0, result.stderr)
-        for word in ["active a token", "optimizer", "GiB", "TFLOP", "exchanged"]:
+        for word in ["active a token", "optimizer", "backward", "MiB", "TFLOP", "exchanged", "fits a device of"]:
             self.assertIn(word, result.stdout)
 
 

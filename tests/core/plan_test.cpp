@@ -165,6 +165,39 @@ TEST_CASE("bytes of weights, gradients and optimizer are hand arithmetic under e
   CHECK(bytes(full.ranks[0], Category::optimizer) == kState / 2);
 }
 
+TEST_CASE("the peaks of phases make up those of the step, and each phase has its own", "[core]") {
+  Config c = test::tiny_config();
+  c.run.dtype = DType::bf16;
+  c.memory.activation_checkpointing = GENERATE(Checkpointing::none, Checkpointing::full);
+  c.training.gradient_accumulation = GENERATE(1, 3);
+  c.checkpoint = {.every = 2, .keep = 2, .async = true};
+  const Plan plan = make_plan(c);
+  const RankPlan& r = plan.ranks[0];
+  for (std::size_t k = 0; k < kCategories; ++k) {
+    std::int64_t device = 0, host = 0;
+    for (const PhaseBytes& p : r.device_phases) device = std::max(device, p.by_category[k]);
+    for (const PhaseBytes& p : r.host_phases) host = std::max(host, p.by_category[k]);
+    INFO(name_of(Category(k)));
+    CHECK(device == r.device_bytes[k]);
+    CHECK(host == r.host_bytes[k]);
+  }
+  std::int64_t total = 0;
+  for (const PhaseBytes& p : r.device_phases) total = std::max(total, p.total);
+  CHECK(total == r.device_total);
+  const auto of = [&](MemoryPhase p, Category k) { return r.device_phases[std::size_t(p)].by_category[std::size_t(k)]; };
+  CHECK(of(MemoryPhase::load, Category::activations) == 0);
+  CHECK(of(MemoryPhase::load, Category::optimizer) == bytes(r, Category::optimizer));
+  CHECK(of(MemoryPhase::forward, Category::activations) > 0);
+  CHECK(of(MemoryPhase::forward, Category::loss) > 0);
+  CHECK(of(MemoryPhase::backward, Category::activations) > 0);
+  CHECK(of(MemoryPhase::backward, Category::loss) == 0);
+  CHECK(of(MemoryPhase::backward, Category::workspace) > of(MemoryPhase::step, Category::workspace));
+  CHECK(of(MemoryPhase::step, Category::activations) == 0);
+  CHECK(of(MemoryPhase::save, Category::weights) == of(MemoryPhase::load, Category::weights));
+  CHECK(r.host_phases[std::size_t(MemoryPhase::step)].total == 0);
+  CHECK(r.host_phases[std::size_t(MemoryPhase::save)].total > 0);
+}
+
 TEST_CASE("ranks are told apart where shards are uneven, and only there", "[core]") {
   const Plan plan = make_plan(even_config(3, parallel::Sharding::full));
   REQUIRE(plan.ranks.size() == 2);  // 4 rows over 3 ranks are 2, 2 and none
@@ -207,6 +240,8 @@ TEST_CASE("a plan holds what a real step takes, to the byte and in every categor
     CHECK(plan.ranks[0].device_bytes[std::size_t(k)] == real.memory().peaks()[std::size_t(k)]);
   }
   CHECK(plan.ranks[0].device_total == real.memory().peak());
+  real.enter(MemoryPhase::save);
+  CHECK(plan.ranks[0].device_phases == real.memory().phases());
   for (const Category k : {Category::activations, Category::loss, Category::workspace}) CHECK(bytes(plan.ranks[0], k) > 0);
 }
 
@@ -226,11 +261,11 @@ TEST_CASE("ranks of a plan are those that a dry step of each tells apart", "[cor
     Trainer one(c, parallel::dry(r, ranks), Device::dry);
     const std::vector<io::Batch> batches(1, {{}, {}, {0, 9, 18, 27}, {0, 9, 18, 27}});
     one.step(batches);
-    const auto same = std::find_if(found.begin(), found.end(), [&](const RankPlan& p) {
-      return p.device_bytes == one.memory().peaks() && p.device_total == one.memory().peak();
-    });
+    one.enter(MemoryPhase::save);
+    const auto same =
+        std::find_if(found.begin(), found.end(), [&](const RankPlan& p) { return p.device_phases == one.memory().phases(); });
     if (same == found.end())
-      found.push_back({.rank = r, .count = 1, .device_bytes = one.memory().peaks(), .device_total = one.memory().peak()});
+      found.push_back({.rank = r, .count = 1, .device_bytes = one.memory().peaks(), .device_phases = one.memory().phases()});
     else
       ++same->count;
   }

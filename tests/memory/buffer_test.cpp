@@ -38,6 +38,34 @@ TEST_CASE("memory keeps the split at the peak of the sum apart from each categor
   CHECK(memory.peaks()[std::size_t(Category::loss)] == 70);
 }
 
+TEST_CASE("memory keeps the peaks of each phase, with what is held as it begins", "[memory][cpu]") {
+  Memory memory(Device::dry);
+  memory.add(Category::weights, 10);
+  memory.enter(MemoryPhase::forward);
+  memory.add(Category::activations, 30);
+  memory.add(Category::workspace, 7);
+  memory.add(Category::workspace, -7);
+  memory.enter(MemoryPhase::backward);
+  memory.add(Category::activations, -30);
+  memory.add(Category::gradients, 5);
+  memory.enter(MemoryPhase::forward);  // of the next micro-batch
+  memory.add(Category::activations, 31);
+  const auto of = [&](MemoryPhase p, Category c) { return memory.phases()[std::size_t(p)].by_category[std::size_t(c)]; };
+  const auto total = [&](MemoryPhase p) { return memory.phases()[std::size_t(p)].total; };
+  CHECK(of(MemoryPhase::load, Category::weights) == 10);
+  CHECK(of(MemoryPhase::load, Category::activations) == 0);
+  CHECK(of(MemoryPhase::forward, Category::weights) == 10);
+  CHECK(of(MemoryPhase::forward, Category::activations) == 31);
+  CHECK(of(MemoryPhase::forward, Category::workspace) == 7);
+  CHECK(of(MemoryPhase::backward, Category::activations) == 30);
+  CHECK(of(MemoryPhase::backward, Category::workspace) == 0);
+  CHECK(of(MemoryPhase::forward, Category::gradients) == 5);
+  CHECK(total(MemoryPhase::load) == 10);
+  CHECK(total(MemoryPhase::forward) == 47);
+  CHECK(total(MemoryPhase::backward) == 40);
+  CHECK(total(MemoryPhase::save) == 0);
+}
+
 TEST_CASE("an owned tensor moves with its bytes and leaves an absent one", "[memory][cpu]") {
   Memory memory(Device::cpu);
   OwnedTensor a(memory, Category::weights, DType::f32, {2, 3});

@@ -1,6 +1,7 @@
 // communicator_test.cpp -- the groups that need no peers: one rank copies, a dry group only counts.
 #include "parallel/communicator.h"
 
+#include "parallel/network.h"
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
 
@@ -65,6 +66,35 @@ TEST_CASE("what begins apart from its end counts when it begins, and calls of on
   for (int i = 0; i < 3; ++i) group->end();
   CHECK_THROWS_AS(group->end(), Error);
   group->barrier();
+}
+
+TEST_CASE("messages of a dry group take the time of the links between its ranks", "[parallel][cpu]") {
+  Timeline clock(true, 0);
+  const Network network{.near = {100, 1}, .far = {10, 3}, .ranks_a_host = 2, .timeline = &clock};
+  const auto world = dry(2, 8, &network);  // hosts {0 1} {2 3} {4 5} {6 7}
+  const auto near = world->subgroup(std::vector<int>{2, 3}), alone = world->subgroup(std::vector<int>{2});
+  const auto control = world->subgroup(std::vector<int>{0, 1, 2, 3}, Communicator::Lane::control);
+  const auto took = [&](auto&& call) {
+    const double before = clock.now();
+    call();
+    return clock.now() - before;
+  };
+  const Communicator::Gather gather{nullptr, nullptr, 200};
+  CHECK(took([&] { near->all_gather({&gather, 1}); }) == 200 / 100.0 + 1);
+  CHECK(near->traffic().exposed_seconds[std::size_t(Purpose::gather)] == 3);
+  CHECK(took([&] { world->all_gather({&gather, 1}); }) == 6 * 200 / (2 * 10.0) + 3 * 3);  // of six ranks elsewhere, by two ways in
+  const Communicator::Scatter scatter{nullptr, nullptr, 50, DType::f32};
+  CHECK(took([&] { world->reduce_scatter({&scatter, 1}); }) == 60 + 9);
+  CHECK(took([&] { world->all_reduce(Tensor(nullptr, DType::f32, {400}), Reduction::sum); }) == 2 * (60 + 9));
+  CHECK(took([&] { alone->all_gather({&gather, 1}); }) == 0);
+  CHECK(took([&] { control->all_reduce(Tensor(nullptr, DType::f32, {400}), Reduction::sum); }) == 0);
+  const auto exchange = world->subgroup(std::vector<int>{0, 2, 3}, Communicator::Lane::exchange);  // 0 is elsewhere
+  const Communicator::Outgoing out[] = {{nullptr, 40}, {nullptr, 9}, {nullptr, 700}};
+  const Communicator::Incoming in[] = {{nullptr, 20}, {nullptr, 9}, {nullptr, 800}};
+  CHECK(took([&] {
+          exchange->begin_all_to_all(out, in);
+          exchange->end();
+        }) == 8 + 3);  // 800 at 100 beside 40 at 10
 }
 
 TEST_CASE("the subgroup of a dry group knows this rank's place among its members", "[parallel][cpu]") {
