@@ -73,7 +73,7 @@ class Search {
   }
   std::nullopt_t too_large(const Config& c, const RankPlan& r) {
     ++too_large_;
-    if (!smallest_ || r.device_total < smallest_->device_bytes) smallest_ = {c, 0, r.device_total, r.host_total};
+    if (!smallest_ || r.device_pool < smallest_->device_bytes) smallest_ = {c, 0, r.device_pool, r.host_total};
     return std::nullopt;
   }
 

@@ -19,7 +19,6 @@ void cuda_ok(cudaError_t status, std::source_location where) {
 }
 
 namespace cuda {
-
 namespace {
 
 // Asked of the runtime, so that nothing links to the driver: the program starts where there is none.
@@ -114,8 +113,10 @@ bool map(void* data, std::int64_t bytes, std::int64_t piece) {
 void unmap(void* data, std::int64_t bytes, std::int64_t piece) noexcept {
   if (const auto status = cudaDeviceSynchronize(); status != cudaSuccess && status != cudaErrorCudartUnloading)
     spdlog::warn("cudaDeviceSynchronize: {}", cudaGetErrorString(status));
-  for (std::int64_t done = 0; done < bytes; done += piece)
-    warn_unless_ok(calls().unmap(reinterpret_cast<CUdeviceptr>(data) + CUdeviceptr(done), std::size_t(piece)), "cuMemUnmap");
+  CUresult status = CUDA_SUCCESS;
+  for (std::int64_t done = 0; status == CUDA_SUCCESS && done < bytes; done += piece)  // of a broken device the first says it
+    status = calls().unmap(reinterpret_cast<CUdeviceptr>(data) + CUdeviceptr(done), std::size_t(piece));
+  warn_unless_ok(status, "cuMemUnmap");
 }
 
 void release_addresses(void* data, std::int64_t bytes) noexcept {

@@ -5,12 +5,13 @@
 
 namespace moetrain::cuda {
 
-// Addresses, and the bytes behind them, of the device in use. Sizes are multiples of granule(). What has no Error warns.
+// Addresses, and the bytes behind them, of the device in use. Sizes are multiples of granule(), and those in pieces of their piece. What
+// cannot fail warns.
 std::int64_t granule();
-void* reserve(std::int64_t bytes);                                            // addresses without bytes; null where there are not as many
-bool map(void* data, std::int64_t bytes, std::int64_t piece);                 // gives them bytes, in pieces; false where the device has not as many
-void unmap(void* data, std::int64_t bytes, std::int64_t piece) noexcept;      // takes the bytes of whole pieces; waits for the device
-void release_addresses(void* data, std::int64_t bytes) noexcept;              // that have no bytes
+void* reserve(std::int64_t bytes);  // addresses without bytes; null where there are not as many
+bool map(void* data, std::int64_t bytes, std::int64_t piece);             // gives them bytes; false where the device has not as many
+void unmap(void* data, std::int64_t bytes, std::int64_t piece) noexcept;  // takes their bytes; waits for the device
+void release_addresses(void* data, std::int64_t bytes) noexcept;          // that have no bytes
 void copy_in(void* to, const void* from_host, std::int64_t bytes);
 void copy_out(void* to_host, const void* from, std::int64_t bytes);
 void fill(void* data, int byte, std::int64_t bytes);
