@@ -220,7 +220,7 @@ class Run {
     tell_memory();
   }
 
-  void tell_memory() const {
+  void tell_memory() {
     const auto tell = [](const char* where, const Memory& memory) {
       if (memory.total() == 0) return;
       spdlog::info("{} memory of this rank before its first step:", where);

@@ -93,7 +93,8 @@ void Pool::reserve() {
   }
   if constexpr (kHasCuda)
     if (device_ == Device::cuda) has = cuda::room().total_bytes, granule = cuda::granule(), largest = 64 << 20;
-  capacity_ = (limit_ == 0 ? has : std::min(limit_, has)) / kAlign * kAlign;
+  const bool limited = limit_ > 0 && device_ != Device::dry;  // a dry run is to find out what is needed
+  capacity_ = (limited ? std::min(limit_, has) : has) / kAlign * kAlign;
   step_ = std::clamp(capacity_ / 1024, granule, std::max(largest, granule)) / granule * granule;  // small pools grow by small ones
   if (device_ == Device::dry) return;
   span_ = rounded(std::max(capacity_, step_), step_);

@@ -30,7 +30,8 @@ inline constexpr int kAreas = 3;
 class Pool {
  public:
   static constexpr std::int64_t kAlign = 512;  // of a block's address and size
-  // limit: bytes, of which there are no more than the device or the host has. 0: all of those. The reservation is made by the first take.
+  // limit: bytes, of which there are no more than the device or the host has. 0: all of those; on Device::dry without end. The
+  // reservation is made by the first take.
   Pool(Device device, std::int64_t limit) : device_(device), limit_(limit) {}
   ~Pool();
   Pool(const Pool&) = delete;
