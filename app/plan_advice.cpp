@@ -182,9 +182,9 @@ std::vector<std::string> advice(const Config& job, const Plan& plan, const Memor
   std::stable_sort(better.begin(), better.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   for (auto& [bytes, line] : better) lines.push_back(std::move(line));
   if (lines.empty()) {
-    const core::RankPlan& r =
-        *std::max_element(plan.ranks.begin(), plan.ranks.end(),
-                          [](const core::RankPlan& x, const core::RankPlan& y) { return x.device_total < y.device_total; });
+    const core::RankPlan& r = *std::max_element(plan.ranks.begin(), plan.ranks.end(), [](const core::RankPlan& x, const core::RankPlan& y) {
+      return x.device_pool < y.device_pool;
+    });
     const auto part = std::max_element(r.device_bytes.begin(), r.device_bytes.end());
     lines.push_back(std::string("the largest part is ") + name_of(Category(part - r.device_bytes.begin())) + ", " +
                     bytes_text(*part) + " a rank: shorten data.sequence_length or use more ranks");

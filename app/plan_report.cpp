@@ -58,6 +58,7 @@ void print_bytes(const core::RankPlan& rank) {
   names.emplace_back("most");
   print_line("device memory", names);
   print_phases(rank.device_phases, rank.device_bytes, rank.device_total);
+  print_line("pool", {"", "", "", "", "", bytes_text(rank.device_pool)});
   if (rank.host_total == 0) return;
   print_line("host memory", names);
   print_phases(rank.host_phases, rank.host_bytes, rank.host_total);

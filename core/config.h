@@ -154,6 +154,7 @@ struct OffloadConfig {
 };
 struct MemoryConfig {
   Checkpointing activation_checkpointing = Checkpointing::none;
+  std::optional<io::ByteCount> device_limit;  // of a rank's pool; absent: memory/pool.h
   CacheConfig cache;
   OffloadConfig offload;
 };

@@ -341,6 +341,8 @@ void visit(V& v, MemoryConfig& c) {
            "none: what backward needs is kept; full: layers are computed again; selective: likewise, but matrix products, KDA, "
            "attention "
            "and what experts exchange are kept");
+  v.key("device_limit", c.device_limit, "the most that a rank's pool takes for tensors; absent: what the GPU or the host has in all",
+        Rule{.low = 4096});
   v.section("cache", c.cache, [](auto& s, CacheConfig& cache) {
     s.key("ops", cache.ops,
           "under full: results that need not be computed again. auto: of all operators those that save most time a byte, in host "

@@ -67,6 +67,8 @@ std::vector<Column> columns_of(const Config& c, const StepResult& r, const StepM
           {"model_tflops", m.seconds > 0 ? std::optional<double>(m.model_flops / m.seconds / m.ranks * 1e-12) : none},
           {"mfu", none},
           {"device_peak_bytes", double(m.device_peak_bytes)},
+          {"pool_peak_bytes", double(m.pool_peak_bytes)},
+          {"pool_fragmentation", m.pool_fragmentation},
           {"host_peak_bytes", double(m.host_peak_bytes)},
           {"expert_load_max", of_experts(&Load::max)},
           {"expert_load_p95", of_experts(&Load::p95)},

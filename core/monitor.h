@@ -20,6 +20,8 @@ std::optional<Load> load_of(const std::vector<std::int64_t>& rows, std::int64_t 
 struct StepMeasures {
   double seconds = 0;
   std::int64_t device_peak_bytes = 0, host_peak_bytes = 0;  // the largest of any rank
+  std::int64_t pool_peak_bytes = 0;                         // likewise: what its pool had to have (memory/pool.h)
+  double pool_fragmentation = 0;                            // at the step's end
   double exposed_comm_seconds = 0;                          // likewise
   double model_flops = 0;                                   // of the global batch
   int ranks = 1;

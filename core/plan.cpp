@@ -140,6 +140,7 @@ RankPlan held_by(Trainer& t) {
   r.rank = t.mesh().world().control->rank();
   r.device_bytes = t.memory().peaks();
   r.device_total = t.memory().peak();
+  r.device_pool = t.memory().pool().high_water();
   r.device_phases = t.memory().phases();
   r.host_bytes = t.host_memory().peaks();
   r.host_total = t.host_memory().peak();
@@ -147,7 +148,9 @@ RankPlan held_by(Trainer& t) {
   return r;
 }
 
-bool alike(const RankPlan& a, const RankPlan& b) { return a.device_phases == b.device_phases && a.host_phases == b.host_phases; }
+bool alike(const RankPlan& a, const RankPlan& b) {
+  return a.device_phases == b.device_phases && a.host_phases == b.host_phases && a.device_pool == b.device_pool;
+}
 
 }  // namespace
 
@@ -214,8 +217,8 @@ StepFlops step_flops(const Config& config, std::int64_t tokens) {
 }
 
 // The second micro-batch of a step may differ from the first (gradients and gathered weights are there already), but each later
-// one finds and leaves what the second did. So two stand for all of them: the peaks are theirs, and each adds the second's traffic
-// and time.
+// one holds and moves what the second did. So two stand for all of them: the peaks are theirs, and each adds the second's traffic and time.
+// Only where blocks lie may still change a little, so more are run until the pool's mark stays.
 RankStep dry_step(const Config& c, int rank, const Machine* machine) {
   std::optional<StepClock> clock;
   if (machine) clock.emplace(*machine);
@@ -253,6 +256,12 @@ RankStep dry_step(const Config& c, int rank, const Machine* machine) {
     with_all(d.traffic.bytes_exchanged, two.traffic.bytes_exchanged);
     d.time.add(two.time, double(micro_batches - 1));
     d.time.add(one.time, -double(micro_batches - 1));
+    const Pool& pool = trainer.memory().pool();
+    for (std::int64_t before = 0; std::int64_t(batches.size()) < micro_batches && pool.high_water() > before;) {
+      before = pool.high_water();
+      batches.push_back(batches[0]);
+      trainer.step(batches);
+    }
   }
   if (!std::isfinite(d.time.total()))
     throw Error("plan: on machine " + machine->name + " a step takes longer than can be counted", ExitCode::bad_job);
@@ -270,7 +279,7 @@ RankPlan resting_rank(const Config& c, int rank) {
 
 std::int64_t Plan::most_device() const {
   std::int64_t most = 0;
-  for (const RankPlan& r : ranks) most = std::max(most, r.device_total);
+  for (const RankPlan& r : ranks) most = std::max(most, r.device_pool);
   return most;
 }
 

@@ -35,6 +35,7 @@ struct RankPlan {
   std::array<std::int64_t, kCategories> device_bytes{};  // each category's own peak in the step
   std::array<std::int64_t, kCategories> host_bytes{};    // of cached results, offloaded state, and the copy of checkpoint.async
   std::int64_t device_total = 0, host_total = 0;         // peaks of their sums
+  std::int64_t device_pool = 0;       // what the device's pool must have (memory/pool.h): that with rounding and holes
   std::array<PhaseBytes, kMemoryPhases> device_phases{}, host_phases{};
 };
 // What one rank holds and how long its step takes; without a machine no time.
@@ -54,7 +55,7 @@ struct Plan {
   std::int64_t tokens = 0;            // of the global batch
   std::int64_t bytes_gathered = 0, bytes_exchanged = 0;  // a step, of rank 0
   std::optional<StepTime> time;                          // of the slowest kind of rank; only with a machine
-  std::int64_t most_device() const;                      // of the largest rank
+  std::int64_t most_device() const;                      // of the largest rank's pool
   std::int64_t most_host() const;
 };
 // One step run on Device::dry for each kind of rank: balanced routing, full sequences. There is no second book of sizes. Scratch

@@ -59,7 +59,7 @@ class Search {
     std::stable_sort(all.begin(), all.end(), [](const Tried& a, const Tried& b) { return a.seconds < b.seconds; });
   }
   bool fits(const RankPlan& r) const {
-    return r.device_total <= limits_.device_memory && (limits_.host_memory == 0 || r.host_total <= limits_.host_memory);
+    return r.device_pool <= limits_.device_memory && (limits_.host_memory == 0 || r.host_total <= limits_.host_memory);
   }
 
   // Planned for rank 0, the largest where shards are uneven; nothing where it is not allowed or does not fit.
@@ -69,11 +69,11 @@ class Search {
     const RankStep step = dry_step(c, 0, &machine_);
     ++steps_;
     if (!fits(step.plan)) return too_large(c, step.plan);
-    return Tried{c, step.time.total(), step.plan.device_total, step.plan.host_total};
+    return Tried{c, step.time.total(), step.plan.device_pool, step.plan.host_total};
   }
   std::nullopt_t too_large(const Config& c, const RankPlan& r) {
     ++too_large_;
-    if (!smallest_ || r.device_total < smallest_->device_bytes) smallest_ = {c, 0, r.device_total, r.host_total};
+    if (!smallest_ || r.device_pool < smallest_->device_bytes) smallest_ = {c, 0, r.device_pool, r.host_total};
     return std::nullopt;
   }
 

@@ -217,6 +217,17 @@ class Run {
         config_.parallel.expert_parallel, axis("sequence", config_.parallel.sequence_parallel),
         axis("tensor", config_.parallel.tensor_parallel), config_.sequences_per_step(), config_.data.sequence_length,
         train_->windows());
+    tell_memory();
+  }
+
+  void tell_memory() {
+    const auto tell = [](const char* where, const Memory& memory) {
+      if (memory.total() == 0) return;
+      spdlog::info("{} memory of this rank before its first step:", where);
+      for (const std::string& line : memory.table()) spdlog::info("  {}", line);
+    };
+    tell("device", trainer_.memory());
+    tell("host", trainer_.host_memory());
   }
 
   void one_step() {
@@ -263,15 +274,19 @@ class Run {
   // What all ranks measured, and with it whether they all made the same collectives since the run began.
   void measure(const StepResult& result, StepMeasures& m) {
     struct Measured {
-      std::int64_t device_peak_bytes, host_peak_bytes;
+      std::int64_t device_peak_bytes, pool_peak_bytes, host_peak_bytes;
+      double pool_fragmentation;
       double exposed_comm_seconds;
       std::uint64_t calls;
       ResultCache::Figures cache;
       std::int64_t cache_host_bytes;
     };
     ResultCache* results = trainer_.results();
+    const Pool& pool = trainer_.memory().pool();
     const Measured mine{trainer_.memory().peak(),
+                        pool.high_water(),
                         host_peak_bytes(),
+                        pool.fragmentation(),
                         m.exposed_comm_seconds,
                         control_.journal() ? control_.journal()->balance() : 0,
                         results ? results->take_figures() : ResultCache::Figures{},
@@ -282,6 +297,8 @@ class Run {
     std::uint64_t calls = 0;
     for (const Measured& one : all) {
       m.device_peak_bytes = std::max(m.device_peak_bytes, one.device_peak_bytes);
+      m.pool_peak_bytes = std::max(m.pool_peak_bytes, one.pool_peak_bytes);
+      m.pool_fragmentation = std::max(m.pool_fragmentation, one.pool_fragmentation);
       m.host_peak_bytes = std::max(m.host_peak_bytes, one.host_peak_bytes);
       m.exposed_comm_seconds = std::max(m.exposed_comm_seconds, one.exposed_comm_seconds);
       calls += one.calls;

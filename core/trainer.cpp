@@ -32,17 +32,18 @@ Device planned_device(const Config& c) {
 Trainer::Trainer(const Config& config, std::unique_ptr<parallel::Communicator> world, Device device, bool poison)
     : config_(config),
       mesh_(config.parallel.mesh(), std::move(world), device),
-      memory_(device),
+      memory_(device, config.memory.device_limit.value_or(io::ByteCount{}).bytes),
       host_memory_(device == Device::dry ? Device::dry : Device::cpu),
       scratch_(memory_, Category::workspace, poison),
-      kept_(memory_, Category::activations, poison),
-      blas_(ops::make_blas(memory_)),
-      ctx_{.scratch = scratch_, .blas = blas_.get(), .plans_for = planned_device(config)},
+      kept_(memory_, Category::activations, poison, Area::kept),
+      ctx_{.scratch = scratch_, .plans_for = planned_device(config)},
       model_(config.model, table_, config.parallel.tensor_parallel) {
   together(*mesh_.world().control, [&] { allocate(poison); });
 }
 
 void Trainer::allocate(bool poison) {
+  blas_ = ops::make_blas(memory_);
+  ctx_.blas = blas_.get();
   choose_trained(config_, table_);
   layout_ = make_layout(config_, table_, mesh_);
   params_ = std::make_unique<parallel::ShardedParams>(

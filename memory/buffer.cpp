@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 
 #include "memory/cuda_memory.h"
@@ -21,11 +20,7 @@ const char* name_of(MemoryPhase p) {
 }
 
 void Memory::add(Category c, std::int64_t bytes) {
-  std::int64_t sum = 0;
-  if (__builtin_add_overflow(total_, bytes, &sum)) [[unlikely]]
-    throw Error("more memory than can be counted: " + std::to_string(bytes) + " bytes asked for " + name_of(c) + ", " +
-                std::to_string(total_) + " bytes held");
-  total_ = sum;
+  total_ += bytes;  // no more than a pool can place or a host has
   auto& now = now_[std::size_t(c)];
   now += bytes;
   peaks_[std::size_t(c)] = std::max(peaks_[std::size_t(c)], now);
@@ -38,58 +33,83 @@ void Memory::add(Category c, std::int64_t bytes) {
 
 namespace {
 
-std::string gib(std::int64_t bytes) {
+std::string in_units(std::int64_t bytes) {
   char text[32];
-  std::snprintf(text, sizeof text, "%.2f GiB", double(bytes) / double(std::int64_t(1) << 30));
+  int unit = 0;
+  auto value = double(bytes);
+  for (; value >= 1000 && unit < 3; ++unit) value /= 1024;
+  constexpr const char* kUnits[] = {"bytes", "KiB", "MiB", "GiB"};
+  std::snprintf(text, sizeof text, "%.*f %s", unit == 0 ? 0 : 2, value, kUnits[unit]);
   return text;
 }
 
 // What was asked, who holds what, what to change.
-[[noreturn]] void out_of_memory(const Memory& memory, Category category, std::int64_t bytes) {
-  const bool host = memory.device() == Device::cpu;
-  std::string what = std::string("out of ") + (host ? "host" : "GPU") + " memory: " + gib(bytes) + " asked for " + name_of(category) +
-                     "; held:";
+[[noreturn]] void out_of_memory(const Memory& memory, Category category, std::int64_t bytes, Area area) {
+  const Pool& pool = memory.pool();
+  if (memory.device() == Device::dry)
+    throw Error("more memory than can be counted: " + std::to_string(bytes) + " bytes asked for " + name_of(category) + ", " +
+                std::to_string(memory.total()) + " bytes held");
+  std::string what = std::string("out of ") + (memory.device() == Device::cpu ? "host" : "GPU") + " memory: " + in_units(bytes) +
+                     " asked for " + name_of(category) + " of a pool of " + in_units(pool.capacity()) + "; held:";
   for (int c = 0; c < kCategories; ++c)
-    if (memory.now(Category(c)) > 0) what += std::string(" ") + name_of(Category(c)) + " " + gib(memory.now(Category(c))) + ",";
-  what += " " + gib(memory.total()) + " in all";
-  if constexpr (kHasCuda)
-    if (!host) {
-      const cuda::Room room = cuda::room();
-      what += "; the device has " + gib(room.free_bytes) + " of " + gib(room.total_bytes) + " free";
-    }
+    if (memory.now(Category(c)) > 0) what += std::string(" ") + name_of(Category(c)) + " " + in_units(memory.now(Category(c))) + ",";
+  what += " " + in_units(memory.total()) + " in all, and " + in_units(pool.used() - memory.total()) + " by rounding; free: " +
+          in_units(pool.capacity() - pool.used()) + ", at most " + in_units(pool.room(area)) + " in one piece";
+  if (pool.room(area) >= bytes) {  // within the limit
+    what += ", but the system gives no more";
+    if constexpr (kHasCuda)
+      if (memory.device() == Device::cuda) {
+        const cuda::Room room = cuda::room();
+        what += ": the device has " + in_units(room.free_bytes) + " of " + in_units(room.total_bytes) + " free, this pool holds " +
+                in_units(pool.opened()) + ", and other processes, NCCL and kernels the rest";
+      }
+  }
   throw Error(what + ". Less is held with memory.activation_checkpointing: full, a smaller training.micro_batch_size or "
-                     "data.sequence_length, parallel.sharding: full, or more ranks; moetrain plan shows each");
+                     "data.sequence_length, parallel.sharding: full, or more ranks; moetrain plan shows each. The pool's size is "
+                     "memory.device_limit");
 }
 
 }  // namespace
 
-Buffer::Buffer(Memory& memory, Category category, std::int64_t bytes) : memory_(&memory), bytes_(bytes), category_(category) {
-  constexpr std::size_t kAlign = 256;
-  if (bytes > 0 && memory.device() == Device::cpu) {
-    data_ = std::aligned_alloc(kAlign, (std::size_t(bytes) + kAlign - 1) / kAlign * kAlign);
-    if (data_ == nullptr) out_of_memory(memory, category, bytes);
-  } else if (bytes > 0 && memory.device() == Device::cuda) {
-    if constexpr (kHasCuda) data_ = cuda::allocate(bytes);
-    if (data_ == nullptr) out_of_memory(memory, category, bytes);
-  }
-  memory.add(category, bytes);
+Memory::Block Memory::take(Category c, std::int64_t bytes, Area area) {
+  const auto place = pool_.take(bytes, area);
+  if (!place) [[unlikely]]
+    out_of_memory(*this, c, bytes, area);
+  add(c, bytes);
+  return {pool_.address(*place, area), *place};
+}
+
+void Memory::give_back(Category c, std::int64_t bytes, std::int64_t place, Area area) {
+  pool_.give_back(place, bytes, area);
+  add(c, -bytes);
+}
+
+std::vector<std::string> Memory::table() const {
+  std::vector<std::string> lines;
+  const auto line = [&](const char* what, std::int64_t now, std::int64_t most) {
+    char text[96];
+    std::snprintf(text, sizeof text, "%-13s %12s   at most %12s", what, in_units(now).c_str(), in_units(most).c_str());
+    lines.emplace_back(text);
+  };
+  for (int c = 0; c < kCategories; ++c)
+    if (peaks_[std::size_t(c)] > 0) line(name_of(Category(c)), now_[std::size_t(c)], peaks_[std::size_t(c)]);
+  line("in all", total_, peak_);
+  line("of the pool", pool_.reach(), pool_.high_water());
+  if (pool_.capacity() > 0 && device_ != Device::dry) lines.back() += "   of " + in_units(pool_.capacity());
+  return lines;
 }
 
 Buffer& Buffer::operator=(Buffer&& o) noexcept {
   Buffer dying(std::move(*this));
   memory_ = std::exchange(o.memory_, nullptr);
-  data_ = std::exchange(o.data_, nullptr);
+  block_ = o.block_;
   bytes_ = o.bytes_;
   category_ = o.category_;
   return *this;
 }
 
 Buffer::~Buffer() {
-  if (memory_ == nullptr) return;
-  if (memory_->device() == Device::cpu) std::free(data_);
-  if constexpr (kHasCuda)
-    if (memory_->device() == Device::cuda) cuda::release(data_);
-  memory_->add(category_, -bytes_);
+  if (memory_ != nullptr) memory_->give_back(category_, bytes_, block_.place);
 }
 
 void copy_to_device(Device device, void* to, const void* from_host, std::int64_t bytes) {

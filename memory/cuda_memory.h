@@ -1,15 +1,17 @@
-// cuda_memory.h -- the few calls of the CUDA runtime that memory/buffer needs; defined only in a build with CUDA.
+// cuda_memory.h -- the few calls of the CUDA runtime and driver that memory/pool and memory/buffer need; defined only in a build with CUDA.
 #pragma once
 #include <cstdint>
 #include <string>
 
 namespace moetrain::cuda {
 
-// Device memory comes from the driver's pool in the order of the default stream: taking and giving back does not wait for the
-// device, and a steady step takes nothing new from the driver.
-
-void* allocate(std::int64_t bytes);  // null when the device has not as much
-void release(void* data) noexcept;  // warns, never throws
+// Addresses, and the bytes behind them, of the device in use. Sizes are multiples of granule(), and those in pieces of their piece. What
+// cannot fail warns.
+std::int64_t granule();
+void* reserve(std::int64_t bytes);  // addresses without bytes; null where there are not as many
+bool map(void* data, std::int64_t bytes, std::int64_t piece);             // gives them bytes; false where the device has not as many
+void unmap(void* data, std::int64_t bytes, std::int64_t piece) noexcept;  // takes their bytes; waits for the device
+void release_addresses(void* data, std::int64_t bytes) noexcept;          // that have no bytes
 void copy_in(void* to, const void* from_host, std::int64_t bytes);
 void copy_out(void* to_host, const void* from, std::int64_t bytes);
 void fill(void* data, int byte, std::int64_t bytes);

@@ -7,11 +7,12 @@
 
 namespace moetrain {
 
-// Grows by chunks that it keeps, so a steady step allocates nothing. The account sees the bytes taken, not the chunks.
+// Its takes lie in an area of the memory's pool without a hole between them, whatever their sizes, where it is the only stack there.
 // With poison, memory is handed out as NaN (all bits one), so that a kernel which trusts it is caught.
 class Stack {
  public:
-  Stack(Memory& memory, Category category, bool poison = false) : memory_(memory), category_(category), poison_(poison) {}
+  Stack(Memory& memory, Category category, bool poison = false, Area area = Area::scratch)
+      : memory_(memory), category_(category), poison_(poison), area_(area) {}
   ~Stack() { release(0); }
   Stack(const Stack&) = delete;
   Stack& operator=(const Stack&) = delete;
@@ -27,22 +28,14 @@ class Stack {
 
  private:
   struct Take {
-    std::int64_t bytes;
-    std::size_t chunk;        // where it lies
-    std::int64_t used_before; // of that chunk
+    std::int64_t bytes, place;
     Category category;
   };
-  struct Chunk {
-    Buffer storage;
-    std::int64_t used;
-  };
   Memory& memory_;
-  Memory storage_{memory_.device()};  // the chunks' own account: the caller's counts takes, so that a dry run and a real one agree
   Category category_;
   bool poison_;
-  std::vector<Chunk> chunks_;
+  Area area_;
   std::vector<Take> takes_;
-  std::size_t current_ = 0;
 };
 
 // Gives back at its end what was taken from the stack during its life.

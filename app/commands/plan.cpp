@@ -32,6 +32,7 @@ io::Json plan_json(const Plan& plan, const std::optional<core::Machine>& machine
     j["ranks"].push_back({{"rank", r.rank},
                           {"count", r.count},
                           {"device_bytes", bytes_json(r.device_bytes, r.device_total)},
+                          {"pool_bytes", r.device_pool},
                           {"host_bytes", bytes_json(r.host_bytes, r.host_total)},
                           {"phases", phases_json(r)}});
   j["fits"] = fit ? io::Json(*fit) : io::Json(nullptr);
@@ -69,11 +70,11 @@ std::string name_of_kind(const RankPlan& r) {
 // The largest kind of rank in full, others by what they hold at the most.
 void print_ranks(const Plan& plan) {
   const RankPlan& largest = *std::max_element(plan.ranks.begin(), plan.ranks.end(),
-                                              [](const RankPlan& a, const RankPlan& b) { return a.device_total < b.device_total; });
+                                              [](const RankPlan& a, const RankPlan& b) { return a.device_pool < b.device_pool; });
   std::cout << name_of_kind(largest) << "\n";
   print_bytes(largest);
   for (const RankPlan& r : plan.ranks)
-    if (&r != &largest) std::cout << name_of_kind(r) << ": " << bytes_text(r.device_total) << "\n";
+    if (&r != &largest) std::cout << name_of_kind(r) << ": " << bytes_text(r.device_pool) << "\n";
 }
 
 void print_plan(const core::Config& job, const Plan& plan, const std::optional<core::Machine>& machine) {
@@ -183,6 +184,7 @@ ExitCode plan(const PlanArguments& arguments) {
   const auto machine = machine_of(job, arguments.machine);
   MemoryLimits limits{arguments.device_memory, arguments.host_memory};
   if (machine && !limits.device && (arguments.search || !arguments.machine.empty())) limits.device = machine->memory_bytes;
+  if (const auto& most = job.memory.device_limit) limits.device = std::min(most->bytes, limits.device.value_or(most->bytes));
   if (arguments.search) {
     if (!machine)
       throw Error("--search compares predicted times: name a machine, as --machine h200, or a file of moetrain bench --machine",

@@ -130,7 +130,7 @@ class CommandLine(InAFolder):
 
     def test_sizes_are_taken_with_the_units_of_both_kinds(self):
         job = self.job()
-        need = json.loads(call("plan", job, "--json").stdout)["ranks"][0]["device_bytes"]["total"]
+        need = json.loads(call("plan", job, "--json").stdout)["ranks"][0]["pool_bytes"]
         for size, fits in [(need, True), (need - 1, False), ("1TB", True), ("0.001tib", True), ("1MiB", False), ("1000 kB", False), ("64G", True), ("1B", False)]:
             result = call("plan", job, "--json", "--device-memory", size)
             self.assertEqual(json.loads(result.stdout)["fits"], fits, size)
@@ -345,6 +345,7 @@ class Plans(InAFolder):
             parts = [rank["device_bytes"][name] for name in categories - {"total"}]
             self.assertLessEqual(max(parts), rank["device_bytes"]["total"])
             self.assertLessEqual(rank["device_bytes"]["total"], sum(parts))
+            self.assertLessEqual(rank["device_bytes"]["total"], rank["pool_bytes"])
         # bf16 weights, masters and moments of fp32: 14 bytes a parameter over the ranks, a little more where rows do not divide.
         held = sum((r["device_bytes"]["optimizer"]) * r["count"] for r in plan["ranks"])
         self.assertAlmostEqual(held / (12 * plan["parameters"]["trainable"]), 1, delta=1e-3)
@@ -405,7 +406,7 @@ class Plans(InAFolder):
             self.assertEqual(call("check", job, "--ranks", 4, *batch, *set_lines, "--set", "data.train=/", "--set", "data.format=bytes").returncode, 0, p)
             plan = json.loads(call("plan", job, *batch, *set_lines, "--machine", "h200", "--json").stdout)
             self.assertAlmostEqual(plan["step"]["predicted_ms"] / p["predicted_ms"], 1, delta=1e-9)
-            self.assertEqual(max(rank["device_bytes"]["total"] for rank in plan["ranks"]), p["device_bytes"])
+            self.assertEqual(max(rank["pool_bytes"] for rank in plan["ranks"]), p["device_bytes"])
         text = call("plan", job, *batch, "--machine", "h200", "--search", "--ranks", 4, "--device-memory", "200MB").stdout
         self.assertIn("--set parallel.", text)
         text = call("plan", job, *batch, "--machine", "h200", "--search", "--ranks", 4, "--device-memory", "1MB").stdout

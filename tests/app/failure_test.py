@@ -221,6 +221,12 @@ class Ranks(Failures):
             end = self.exit_json()
             self.assertEqual((end["code"], end["rank"], end["step"]), (3, 1, step))
 
+    def test_a_pool_too_small_ends_with_3_and_says_who_holds_what(self):
+        job = self.job(2)
+        for limit, asked in ((20, "weights"), (400, "activations")):  # KiB
+            self.refused(job, "--set", f"memory.device_limit={limit}KiB", code=3,
+                         says=[f"out of host memory: ", f" asked for {asked} of a pool of {limit}.00 KiB; held: ", "memory.device_limit"])
+
     def test_steps_without_finite_gradients_end_with_6(self):
         job = self.job(50, extra="schedule: {name: constant}\n")
         result = self.call(job, *TWO, "--set", "optimizer.lr=1e30", "--set", "training.max_nonfinite=3", ranks=2, code=6)

@@ -478,6 +478,8 @@ TEST_CASE(
                            "model_tflops",
                            "mfu",
                            "device_peak_bytes",
+                           "pool_peak_bytes",
+                           "pool_fragmentation",
                            "host_peak_bytes",
                            "expert_load_max",
                            "expert_load_p95",
@@ -703,13 +705,14 @@ TEST_CASE("a save at once holds no more than a block beside what a rank stores, 
   const std::int64_t at_once = resident_peak();
   CHECK(at_once - before < 16 << 20);
   CHECK(saver.host().peak() == 0);
+  const std::int64_t between = resident_peak();  // with what libraries keep of the first save
   saver.begin();
   saver.finish();
   const std::int64_t beside = resident_peak();
   CHECK(saver.host().peak() == planned);
   CHECK(saver.host().peaks() == host);
-  CHECK(beside - before > planned * 9 / 10);
-  CHECK(beside - before < planned + (16 << 20));
+  CHECK(beside - between > planned * 9 / 10);
+  CHECK(beside - between < planned + (16 << 20));
 }
 
 TEST_CASE("what a job leaves as it is lies on the disk once, whole in every checkpoint that has it") {

@@ -87,6 +87,8 @@ TEST_CASE("each wrong value is one fault of its key, at its line, with the text 
            {"loss: {vocab_chunk: 1.5}", "loss.vocab_chunk", "is '1.5', expected integer in [0, 2147483647]"},
            {"schedule: {decay_fraction: 0}", "schedule.decay_fraction", "is '0', expected number in (0, 1]"},
            {"moe: {quantile_bins: 1}", "moe.quantile_bins", "is '1', expected integer in [2, 65536]"},
+           {"memory: {device_limit: 8 GBit}", "memory.device_limit", "is '8 GBit', expected size, as 8GiB, 141GB or 4096"},
+           {"memory: {device_limit: 0}", "memory.device_limit", "is '0', expected size, as 8GiB, 141GB or 4096"},
            {"checkpoint: {keep: {a: 1}}", "checkpoint.keep", "is a map of keys, expected integer in [0, 2147483647]"},
            {"lora: {target: head, alpha: 1e300}", "lora.alpha", "alpha 1e+300 with rank 8 makes a scale of 1.25e+299, which fp32"},
            {"lora: {target: head, rslora: true, rank: 4, alpha: 1e-38}", "lora.alpha",

@@ -76,7 +76,7 @@ loss: {seq_chunk: 7, vocab_chunk: 11, indexer_coefficient: 0.5, indexer_stage: d
 moe: {capacity_factor: 1.25, overflow: drop, balance: auxiliary, quantile_bins: 500, sign_rate: 0.01, auxiliary_coefficient: 0.2,
       auxiliary_scope: micro_batch,
       z_loss: 0.3}
-memory: {activation_checkpointing: full, cache: {ops: [kda, linear], device: 2GiB, host: 3GB},
+memory: {activation_checkpointing: full, device_limit: 1.5 GiB, cache: {ops: [kda, linear], device: 2GiB, host: 3GB},
          offload: {optimizer: host, experts: host, slice: 1MiB}}
 lora: {rank: 4, alpha: 9, dropout: 0.25, rslora: true, shared_a: true, target: [attention, "*.w1"]}
 checkpoint: {every: 3, keep: 5}
@@ -182,6 +182,7 @@ monitor: {expert_load_alert: 4, profile_steps: 6}
   CHECK(c.moe.auxiliary_scope == AuxiliaryScope::micro_batch);
   CHECK(c.moe.z_loss == 0.3);
   CHECK(c.memory.activation_checkpointing == Checkpointing::full);
+  CHECK(c.memory.device_limit == io::ByteCount{3 << 29});
   CHECK(c.memory.cache.ops == std::vector<std::string>{"kda", "linear"});
   CHECK((c.memory.cache.device.bytes == std::int64_t(2) << 30 && c.memory.cache.host.bytes == 3'000'000'000));
   CHECK((c.memory.offload.optimizer && c.memory.offload.experts && c.memory.offload.slice.bytes == 1 << 20));
@@ -213,6 +214,7 @@ TEST_CASE("a job written by one config is read as the same config, digits and ab
   c.data.train = {"/", "two words", "- x", "two\nlines\x01"};
   c.model.q_lora_rank.reset();
   c.model.dsa.reset();
+  c.memory.device_limit = io::ByteCount{12345678901};
   std::vector<Fault> wrong;
   const Config again = read_config(io::parse_yaml(io::to_yaml(config_to_yaml(c)), "written"), {}, "", wrong);
   CHECK(wrong.empty());
@@ -222,6 +224,7 @@ TEST_CASE("a job written by one config is read as the same config, digits and ab
   CHECK(again.data.train == c.data.train);
   CHECK_FALSE(again.model.q_lora_rank.has_value());
   CHECK_FALSE(again.model.dsa.has_value());
+  CHECK(again.memory.device_limit == c.memory.device_limit);
   CHECK(config_to_yaml(again) == config_to_yaml(c));
 }
 

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "tests/support/catch.h"
+#include "tests/support/temp_folder.h"
 #include "tests/support/tiny.h"
 
 namespace moetrain::core {
@@ -240,9 +241,32 @@ TEST_CASE("a plan holds what a real step takes, to the byte and in every categor
     CHECK(plan.ranks[0].device_bytes[std::size_t(k)] == real.memory().peaks()[std::size_t(k)]);
   }
   CHECK(plan.ranks[0].device_total == real.memory().peak());
+  CHECK(plan.ranks[0].device_pool == real.memory().pool().high_water());
   real.enter(MemoryPhase::save);
   CHECK(plan.ranks[0].device_phases == real.memory().phases());
   for (const Category k : {Category::activations, Category::loss, Category::workspace}) CHECK(bytes(plan.ranks[0], k) > 0);
+}
+
+TEST_CASE("a job has enough with the memory of its plan, and with less it ends out of memory", "[core][cpu]") {
+  Config c = test::tiny_config();
+  c.memory.activation_checkpointing = GENERATE(Checkpointing::none, Checkpointing::full);
+  const std::int64_t needed = make_plan(c).ranks.at(0).device_pool;
+  const std::vector<io::Batch> batches(1, full_sequence(c));
+  for (const std::int64_t limit : {needed, needed - Pool::kAlign, bytes(make_plan(c).ranks[0], Category::weights)}) {
+    c.memory.device_limit = io::ByteCount{limit};
+    CHECK(make_plan(c).ranks[0].device_pool == needed);
+    const auto run = [&] {
+      Trainer t(c, parallel::solo(), Device::cpu, /*poison=*/true);
+      t.initialize();
+      for (int s = 0; s < 2; ++s) t.step(batches);
+      CHECK(t.memory().pool().high_water() == limit);
+      CHECK(t.memory().pool().fragmentation() == 0);
+    };
+    if (limit == needed)
+      run();
+    else
+      CHECK(test::contains(test::error_of(run), "out of host memory: "));
+  }
 }
 
 TEST_CASE("ranks of a plan are those that a dry step of each tells apart", "[core]") {
@@ -262,10 +286,15 @@ TEST_CASE("ranks of a plan are those that a dry step of each tells apart", "[cor
     const std::vector<io::Batch> batches(1, {{}, {}, {0, 9, 18, 27}, {0, 9, 18, 27}});
     one.step(batches);
     one.enter(MemoryPhase::save);
-    const auto same =
-        std::find_if(found.begin(), found.end(), [&](const RankPlan& p) { return p.device_phases == one.memory().phases(); });
+    const auto same = std::find_if(found.begin(), found.end(), [&](const RankPlan& p) {
+      return p.device_phases == one.memory().phases() && p.device_pool == one.memory().pool().high_water();
+    });
     if (same == found.end())
-      found.push_back({.rank = r, .count = 1, .device_bytes = one.memory().peaks(), .device_phases = one.memory().phases()});
+      found.push_back({.rank = r,
+                       .count = 1,
+                       .device_bytes = one.memory().peaks(),
+                       .device_pool = one.memory().pool().high_water(),
+                       .device_phases = one.memory().phases()});
     else
       ++same->count;
   }
@@ -276,6 +305,7 @@ TEST_CASE("ranks of a plan are those that a dry step of each tells apart", "[cor
     CHECK(plan.ranks[i].rank == found[i].rank);
     CHECK(plan.ranks[i].count == found[i].count);
     CHECK(plan.ranks[i].device_bytes == found[i].device_bytes);
+    CHECK(plan.ranks[i].device_pool == found[i].device_pool);
   }
 }
 
@@ -296,7 +326,7 @@ TEST_CASE("a sequence over ranks is planned: an eighth of the activations on eac
   CHECK(eight.bytes_gathered > one.bytes_gathered);
 }
 
-TEST_CASE("any number of micro-batches is planned from two", "[core]") {
+TEST_CASE("any number of micro-batches is planned from a few", "[core]") {
   Config c = test::tiny_config();
   c.parallel.data_parallel = 2;
   c.parallel.expert_parallel = 2;
@@ -311,6 +341,7 @@ TEST_CASE("any number of micro-batches is planned from two", "[core]") {
   CHECK(plan.bytes_exchanged == all.mesh().traffic().bytes_exchanged - before.bytes_exchanged);
   CHECK(plan.ranks[0].device_bytes == all.memory().peaks());
   CHECK(plan.ranks[0].device_total == all.memory().peak());
+  CHECK(plan.ranks[0].device_pool == all.memory().pool().high_water());
 
   c.training.gradient_accumulation = 2'000'000'000;
   const Plan most = make_plan(c);

@@ -44,5 +44,6 @@ TEST_CASE("a plan holds what each rank of cut sequences and matrices takes, to t
                                    [&](const core::RankPlan& r) { return r.device_bytes == t.memory().peaks(); });
     REQUIRE(mine != plan.ranks.end());
     CHECK(mine->device_total == t.memory().peak());
+    CHECK(mine->device_pool == t.memory().pool().high_water());
   }
 }

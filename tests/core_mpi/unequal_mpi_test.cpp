@@ -181,11 +181,11 @@ TEST_CASE("with limited experts a step of the worst skew takes the memory of the
     const int rank = t->mesh().world().control->rank();
     CAPTURE(factor, rank);
     if (rank > 0)
-      CHECK(t->memory().peak() < plan.ranks[0].device_total);  // their experts got nothing
+      CHECK(t->memory().pool().high_water() < plan.ranks[0].device_pool);  // their experts got nothing
     else if (factor > 0)
-      CHECK(t->memory().peak() == plan.ranks[0].device_total);  // both of its experts are full
+      CHECK(t->memory().pool().high_water() == plan.ranks[0].device_pool);  // both of its experts are full
     else
-      CHECK(t->memory().peak() > plan.ranks[0].device_total);
+      CHECK(t->memory().pool().high_water() > plan.ranks[0].device_pool);
   }
 }
 

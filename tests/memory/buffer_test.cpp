@@ -28,10 +28,10 @@ TEST_CASE("memory counts a buffer from its birth to its death, through moves", "
 
 TEST_CASE("memory keeps the split at the peak of the sum apart from each category's peak", "[memory][cpu]") {
   Memory memory(Device::dry);
-  memory.add(Category::loss, 70);
-  memory.add(Category::loss, -60);
-  memory.add(Category::weights, 80);  // the peak: 10 + 80
-  memory.add(Category::weights, -80);
+  Buffer loss(memory, Category::loss, 70);
+  loss = {};
+  loss = Buffer(memory, Category::loss, 10);
+  { const Buffer weights(memory, Category::weights, 80); }  // the peak: 10 + 80
   CHECK(memory.peak() == 90);
   CHECK(memory.at_peak()[std::size_t(Category::loss)] == 10);
   CHECK(memory.at_peak()[std::size_t(Category::weights)] == 80);

@@ -74,8 +74,8 @@ TEST_CASE("a shape with more elements than bytes can be counted is refused with 
 TEST_CASE("an account of more bytes than can be counted is refused and stays as it was", "[memory][cpu]") {
   Memory dry(Device::dry);
   const std::int64_t most = std::int64_t(1) << 62;
-  dry.add(Category::weights, most);
-  CHECK_THROWS_AS(dry.add(Category::gradients, most), Error);
+  const Buffer weights(dry, Category::weights, most);
+  CHECK_THROWS_AS(Buffer(dry, Category::gradients, most), Error);
   CHECK(dry.total() == most);
   CHECK(dry.now(Category::gradients) == 0);
 }
