@@ -121,17 +121,19 @@ TEST_CASE("proposals are allowed, keep the global batch, and are what their --se
   for (std::size_t i = 0; i < found.best.size(); ++i) CHECK(twice.best[i].set == found.best[i].set);
 }
 
-TEST_CASE("a GPU is offered nothing that runs on the CPU only", "[core]") {
+TEST_CASE("a GPU is offered what runs on it, and nothing in fp64", "[core]") {
   Machine m = small_machine();
   m.device = Device::cuda;
-  Config base = job(4);  // an indexer, which takes no tensor cut on a GPU
+  Config base = job(4);
   base.run.device = DeviceChoice::cuda;
   base.run.dtype = DType::bf16;
-  for (const Proposal& p : search(base, m, {.ranks = 4, .device_memory = kPlenty, .best = 100}).best) {
-    CHECK(p.config.parallel.sequence_parallel == 1);
-    CHECK(p.config.parallel.tensor_parallel == 1);
-    CHECK(p.config.cpu_only() == nullptr);
-  }
+  const auto found = search(base, m, {.ranks = 4, .device_memory = kPlenty, .best = 100});
+  CHECK(!found.best.empty());
+  for (const Proposal& p : found.best) CHECK(allowed(p.config, 4));
+  base.run.dtype = DType::f64;
+  const auto none = search(base, m, {.ranks = 4, .device_memory = kPlenty});
+  CHECK(none.best.empty());
+  CHECK(none.tried == 0);
 }
 
 TEST_CASE("where nothing fits, the smallest is named", "[core]") {
