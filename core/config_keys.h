@@ -226,7 +226,7 @@ void visit(V& v, ParallelConfig& c) {
       "ranks along this axis: heads, hidden widths and vocabulary cut between them, tokens elsewhere; divides the numbers of heads",
       ranks());
   v.key("sequence_parallel", c.sequence_parallel,
-        "ranks along this axis: each has a slice of the same sequences; divides data.sequence_length; on the CPU only", ranks());
+        "ranks along this axis: each has a slice of the same sequences; divides data.sequence_length", ranks());
   v.choice("sharding", c.sharding,
            {{"full", parallel::Sharding::full},
             {"gradients", parallel::Sharding::gradients},
