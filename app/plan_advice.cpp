@@ -122,14 +122,13 @@ std::string verdict(const Plan& plan, const MemoryLimits& limits, const std::str
   return ", which fits" + (plan.time ? ": " + fixed(1e3 * plan.time->total(), 1) + " ms a step" : "");
 }
 
-// Where no change alone is enough: all that keep the number of ranks, and then as many more as it takes, or as make the largest
-// rank smaller.
-std::string all_changes(const Config& job, const std::vector<Change>& single, const MemoryLimits& limits,
+// Where no change alone is enough: all those `changes`, which keep the number of ranks, and then as many more as it takes, or as
+// make the largest rank smaller.
+std::string all_changes(const Config& job, const std::vector<Change>& changes, const MemoryLimits& limits,
                         const core::Machine* machine, std::int64_t (*most)(const Plan&)) {
   constexpr int kMostRanks = 1 << 15;  // of an axis
   Config all = job;
-  for (const Change& change : single)
-    if (!change.more_ranks) change.make(all);
+  for (const Change& change : changes) change.make(all);
   Plan plan = core::make_plan(all, machine);
   while (!*fits(plan, limits) && all.parallel.data_parallel < kMostRanks) {
     Config more = all;
@@ -165,6 +164,7 @@ std::vector<std::string> advice(const Config& job, const Plan& plan, const Memor
       lack.device ? +[](const Plan& p) { return p.most_device(); } : +[](const Plan& p) { return p.most_host(); };
   std::vector<std::pair<std::int64_t, std::string>> better;
   const auto single = Changes(job, lack).all();
+  std::vector<Change> kept;
   bool enough = false;
   for (const Change& change : single) {
     Config changed = job;
@@ -172,6 +172,7 @@ std::vector<std::string> advice(const Config& job, const Plan& plan, const Memor
     const Plan other = core::make_plan(changed, machine);
     enough = enough || *fits(other, limits);
     if (most(other) >= most(plan)) continue;
+    if (!change.more_ranks) kept.push_back(change);
     std::string line = change.what + " brings the largest rank from " + bytes_text(most(plan)) + " to " + bytes_text(most(other));
     if (!lack.device)
       line += " of host memory";
@@ -189,7 +190,7 @@ std::vector<std::string> advice(const Config& job, const Plan& plan, const Memor
     lines.push_back(std::string("the largest part is ") + name_of(Category(part - r.device_bytes.begin())) + ", " +
                     bytes_text(*part) + " a rank: shorten data.sequence_length or use more ranks");
   }
-  if (!enough) lines.push_back(all_changes(job, single, limits, machine, most));
+  if (!enough) lines.push_back(all_changes(job, kept, limits, machine, most));
   return lines;
 }
 

@@ -161,7 +161,8 @@ double message_seconds(parallel::Communicator& group, parallel::Communicator& wo
   return least;
 }
 
-parallel::Link link_of(parallel::Communicator& group, parallel::Communicator& world, Device device) {
+// here: ranks of the group on one host, whose messages to other hosts share its link (parallel/network.h); 1 inside a host.
+parallel::Link link_of(parallel::Communicator& group, parallel::Communicator& world, Device device, std::int64_t here) {
   constexpr std::int64_t kBytes = std::int64_t(8) << 20, kFew = 8;
   const std::int64_t n = group.size();
   Memory memory(device);
@@ -172,7 +173,7 @@ parallel::Link link_of(parallel::Communicator& group, parallel::Communicator& wo
     return message_seconds(group, world, [&] { group.all_gather({&piece, 1}); });
   };
   const double few = gather(kFew), many = gather(kBytes);
-  return {double((n - 1) * kBytes) / std::max(many - few, 1e-9), few / std::bit_width(unsigned(n - 1))};
+  return {double((n - here) * kBytes) / double(here) / std::max(many - few, 1e-9), few / std::bit_width(unsigned(n - 1))};
 }
 
 void measure_links(Machine& m, parallel::Communicator& world, int local_ranks) {
@@ -189,8 +190,8 @@ void measure_links(Machine& m, parallel::Communicator& world, int local_ranks) {
   auto data = world.subgroup(all, parallel::Communicator::Lane::control, "measured");
   if (m.device == Device::cuda) data = parallel::on_devices(std::move(data));
   const auto near = data->subgroup(here);
-  if (local_ranks > 1) m.network.near = link_of(*near, world, m.device);
-  m.network.far = world.size() > local_ranks ? link_of(*data, world, m.device) : m.network.near;
+  if (local_ranks > 1) m.network.near = link_of(*near, world, m.device, 1);
+  m.network.far = world.size() > local_ranks ? link_of(*data, world, m.device, local_ranks) : m.network.near;
   if (local_ranks == 1) m.network.near = m.network.far;
 }
 

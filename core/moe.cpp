@@ -102,7 +102,8 @@ void Moe::limit(Pass& pass, const Kept& k, ConstTensor chosen, Tensor experts) c
                                                 .factor = moe.capacity_factor,
                                                 .reroute = moe.overflow == Overflow::reroute,
                                                 .chosen = chosen,
-                                                .experts = experts});
+                                                .experts = experts,
+                                                .data = &pass.everyone});
   pass.rows.rerouted += limited.rerouted;
   pass.rows.dropped += limited.dropped;
 }

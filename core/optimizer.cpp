@@ -13,6 +13,7 @@ namespace {
 
 constexpr std::size_t kRooms = 3;
 constexpr std::int64_t kAlignment = 256;  // bytes, of each tensor in a room
+constexpr std::int64_t kTogether = kAlignment / 2;  // elements that are cut nowhere: of the narrowest type they are aligned
 
 std::int64_t aligned(std::int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -32,6 +33,7 @@ Optimizer::Optimizer(Memory& memory, const Offload& offload, const OptimizerConf
   std::int64_t bytes = 0;
   for (int i = 0; i < table.size(); ++i) {
     if (!table[i].trainable) continue;
+    trained_.push_back(i);
     const auto& t = params.tensors()[std::size_t(i)];
     const DType real = real_of(t.dtype);
     const Shape shape = t.shape.with_dim0(params.update_rows(i).count());
@@ -41,9 +43,11 @@ Optimizer::Optimizer(Memory& memory, const Offload& offload, const OptimizerConf
     s.exp_avg_sq = PlacedTensor(memory, host_, Category::optimizer, real, shape);
     for (const Tensor m : {s.exp_avg.view(), s.exp_avg_sq.view()})
       fill(host_ ? host_->device() : memory.device(), m.data, 0, m.bytes());
-    for (const PlacedTensor* k : {&s.master, &s.exp_avg, &s.exp_avg_sq}) bytes += k->present() ? aligned(k->view().bytes()) : 0;
+    if (host_)
+      for (const PlacedTensor* k : {&s.master, &s.exp_avg, &s.exp_avg_sq}) bytes += k->present() ? aligned(k->view().bytes()) : 0;
+    if (params.in_host(i)) bytes += aligned(shape.count() * size_of(t.dtype));
   }
-  for (std::size_t r = 0; host_ && r < kRooms; ++r)
+  for (std::size_t r = 0; bytes > 0 && r < kRooms; ++r)
     rooms_.emplace_back(memory, Category::optimizer, DType::u8, Shape{std::min(bytes, offload.slice_bytes)});
 }
 
@@ -78,8 +82,7 @@ double Optimizer::norm(ops::Context& ctx, parallel::Communicator& everyone) {
 
 std::vector<ops::AdamWShard> Optimizer::shards_to_update() {
   std::vector<ops::AdamWShard> shards;
-  for (int i = 0; i < table_.size(); ++i) {
-    if (!table_[i].trainable) continue;
+  for (const int i : trained_) {
     const auto rows = params_.update_rows(i);
     const Tensor stored = params_.stored(i, rows);
     shards.push_back({.gradient = flat(params_.stored_gradient(i, rows)),
@@ -102,13 +105,18 @@ void Optimizer::update(ops::Context& ctx, double lr, double gradient_scale) {
                   .eps = config_.eps,
                   .gradient_scale = gradient_scale,
                   .step = updates_};
-  host_ ? update_in_slices(ctx, step, shards) : ops::adamw(ctx, step);
+  rooms_.empty() ? ops::adamw(ctx, step) : update_in_slices(ctx, step, shards);
 }
 
 // Elements in order, cut where a room is full. Slice s comes while s - 1 is worked on and s - 2 leaves.
 void Optimizer::update_in_slices(ops::Context& ctx, ops::AdamW step, const std::vector<ops::AdamWShard>& shards) {
+  struct Part {
+    Tensor there, here;  // the same elements in host memory and on the device
+    bool read;           // they are not only written
+  };
   struct Stage {
-    std::vector<ops::AdamWShard> there, here;  // the same elements, their state in host memory and on the device
+    std::vector<ops::AdamWShard> here;
+    std::vector<Part> parts;
     std::int64_t used = 0;
     Transfer::Mark came, left;
   };
@@ -116,47 +124,50 @@ void Optimizer::update_in_slices(ops::Context& ctx, ops::AdamW step, const std::
   const std::int64_t room = rooms_[0].view().bytes();
   std::size_t shard = 0;
   std::int64_t done = 0;  // of that shard
-  const auto state_of = [](ops::AdamWShard& s) {
-    return std::array<Tensor*, 3>{s.weight.present() ? &s.master : nullptr, &s.exp_avg, &s.exp_avg_sq};
+  struct Away {
+    Tensor* tensor;
+    bool read;
   };
-  const auto each_part = [&](Stage& stage, auto&& body) {
-    for (std::size_t i = 0; i < stage.there.size(); ++i) {
-      const auto there = state_of(stage.there[i]), here = state_of(stage.here[i]);
-      for (std::size_t p = 0; p < there.size(); ++p)
-        if (there[p]) body(*there[p], *here[p]);
-    }
+  const auto away = [&](ops::AdamWShard& s) {
+    const bool weight_away = params_.in_host(trained_[shard]), own_master = s.weight.present();
+    std::vector<Away> tensors;
+    if (own_master ? host_ != nullptr : weight_away) tensors.push_back({&s.master, true});
+    for (Tensor* moment : {&s.exp_avg, &s.exp_avg_sq})
+      if (host_) tensors.push_back({moment, true});
+    if (own_master && weight_away) tensors.push_back({&s.weight, false});
+    return tensors;
   };
   const auto bring = [&](Stage& stage, Tensor space) {
-    stage.there.clear();
     stage.here.clear();
+    stage.parts.clear();
     stage.used = 0;
     up_.follow(stage.left);  // what lay in this room is gone
     while (shard < shards.size()) {
-      const ops::AdamWShard& all = shards[shard];
-      const std::int64_t size = size_of(all.exp_avg.dtype), element = (all.weight.present() ? 3 : 2) * size,
-                         kAligned = kAlignment / size;
-      const std::int64_t left = all.master.count() - done, fits = (room - stage.used) / element / kAligned * kAligned;
-      const std::int64_t n = std::min(left, fits);
+      ops::AdamWShard part = shards[shard];
+      const auto tensors = away(part);
+      std::int64_t element = 0;
+      for (const Away& t : tensors) element += size_of(t.tensor->dtype);
+      const std::int64_t left = part.master.count() - done,
+                         n = element == 0 ? left : std::min(left, (room - stage.used) / element / kTogether * kTogether);
       if (n == 0 && left > 0) break;
-      ops::AdamWShard part = all;
       for (Tensor* t : {&part.master, &part.exp_avg, &part.exp_avg_sq, &part.weight})
         if (t->present()) *t = t->rows(done, done + n);
       part.gradient = part.gradient.rows(done, done + n);
-      stage.there.push_back(part);
-      for (Tensor* t : state_of(part)) {
-        if (!t) continue;
+      for (const Away& t : tensors) {
         auto* data = static_cast<std::byte*>(space.data);
-        *t = Tensor(data ? data + stage.used : nullptr, t->dtype, t->shape);
-        stage.used += aligned(t->bytes());
+        const Tensor here(data ? data + stage.used : nullptr, t.tensor->dtype, t.tensor->shape);
+        stage.parts.push_back({*t.tensor, here, t.read});
+        *t.tensor = here;
+        stage.used += aligned(here.bytes());
       }
       stage.here.push_back(part);
       done += n;
-      if (done < all.master.count()) break;
+      if (done < shards[shard].master.count()) break;
       ++shard;
       done = 0;
     }
-    each_part(stage,
-              [&](Tensor from, Tensor to) { up_.copy(Transfer::Way::to_device, to.data, from.data, from.bytes(), stage.came); });
+    for (const Part& p : stage.parts)
+      if (p.read) up_.copy(Transfer::Way::to_device, p.here.data, p.there.data, p.there.bytes(), stage.came);
   };
   bring(stages[0], rooms_[0].view());
   for (std::size_t s = 0; !stages[s % kRooms].here.empty(); ++s) {
@@ -165,7 +176,7 @@ void Optimizer::update_in_slices(ops::Context& ctx, ops::AdamW step, const std::
     up_.wait(now.came);
     step.shards = now.here;
     ops::adamw(ctx, step);
-    each_part(now, [&](Tensor to, Tensor from) { down_.copy(Transfer::Way::to_host, to.data, from.data, from.bytes(), now.left); });
+    for (const Part& p : now.parts) down_.copy(Transfer::Way::to_host, p.there.data, p.here.data, p.here.bytes(), now.left);
   }
   check(shard == shards.size(), "optimizer: a room holds no element", {{"bytes", room}});
   for (const Stage& stage : stages) down_.wait(stage.left);

@@ -14,7 +14,7 @@ class Optimizer {
  public:
   // Moments are real and start at 0. A weight stored in bf16 has a real master; any other is its own master. With a host moments
   // and masters lie there, where tensors of them are then too, and pass through the device of `memory` in slices while they are
-  // updated.
+  // updated; so do weights that lie there (parallel/sharded_params.h).
   struct Offload {
     Memory* host = nullptr;
     std::int64_t slice_bytes = 0;
@@ -49,6 +49,7 @@ class Optimizer {
   const ParamTable& table_;
   parallel::ShardedParams& params_;
   Memory* host_;               // null: state lies on the device
+  std::vector<int> trained_;   // parameters
   std::vector<State> states_;  // by parameter
   std::vector<OwnedTensor> rooms_;  // on the device, for slices: one comes, one is worked on, one leaves
   Transfer down_, up_;

@@ -105,7 +105,8 @@ class Kinds {
 std::int64_t product(const char* of, std::int64_t a, std::int64_t b) {
   std::int64_t n = 0;
   if (__builtin_mul_overflow(a, b, &n))
-    throw Error("plan: " + std::string(of) + " are more than can be counted: " + std::to_string(a) + " x " + std::to_string(b));
+    throw Error("plan: " + std::string(of) + " are more than can be counted: " + std::to_string(a) + " x " + std::to_string(b),
+                ExitCode::bad_job);
   return n;
 }
 
@@ -240,8 +241,8 @@ RankStep dry_step(const Config& c, int rank, const Machine* machine) {
     return m;
   };
   RankStep d;
-  if (trainer.results() && !trainer.results()->decided()) {
-    one_step();  // tells what there is to choose from
+  while (trainer.results() && !trainer.results()->decided()) {
+    one_step();  // tells what there is to choose from, as two steps of a run do
     clock ? trainer.results()->decide(*trainer.mesh().world().control, machine->host_bytes_per_s) : trainer.results()->assume();
   }
   const Moved one = one_step();

@@ -94,8 +94,9 @@ std::vector<std::string> Memory::table() const {
   for (int c = 0; c < kCategories; ++c)
     if (peaks_[std::size_t(c)] > 0) line(name_of(Category(c)), now_[std::size_t(c)], peaks_[std::size_t(c)]);
   line("in all", total_, peak_);
+  if (pool_.capacity() == 0) return lines;  // pinned memory is not of a pool
   line("of the pool", pool_.reach(), pool_.high_water());
-  if (pool_.capacity() > 0 && device_ != Device::dry) lines.back() += "   of " + in_units(pool_.capacity());
+  if (device_ != Device::dry) lines.back() += "   of " + in_units(pool_.capacity());
   return lines;
 }
 

@@ -172,9 +172,14 @@ std::optional<std::int64_t> Pool::take(std::int64_t bytes, Area area) {
   const std::int64_t size = rounded(bytes);
   const auto place = areas_[int(area)].take(size, behind(area));
   if (!place) return {};
-  if (!open(area)) {
+  try {
+    if (!open(area)) {
+      areas_[int(area)].give_back(*place, size);
+      return {};
+    }
+  } catch (...) {
     areas_[int(area)].give_back(*place, size);
-    return {};
+    throw;
   }
   areas_[int(area)].note();
   used_ += size;

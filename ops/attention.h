@@ -14,7 +14,7 @@
 //
 // Every output is written, nothing adds, nothing may alias. Scores, softmax and sums are real; what is stored in the storage type
 // is rounded once. Nothing is rotated; no gradient goes through probability. Repeatable, and for any number of threads the same
-// bits.
+// bits. On CUDA rows of kv and k_extra that no query sees are finite too.
 #pragma once
 #include "ops/context.h"
 #include "ops/documents.h"

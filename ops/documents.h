@@ -79,7 +79,6 @@ struct Documents {
       check(first_key(n) >= 0 && first_key(n) + keys(n) <= keys_here, "documents: a document's keys are not all here",
             {{"document", n}, {"first", first_key(n)}, {"its keys", keys(n)}, {"keys", keys_here}});
   }
-  void check_whole_on_device() const { check(whole(), "documents: on CUDA every document lies whole on its rank"); }
 };
 
 }  // namespace moetrain::ops

@@ -5,13 +5,15 @@
 //   o       = KDA(q, k, v, g, beta),  y = o_norm rmsnorm(o) sigmoid(gate)             ops/kda.h, ops/head_norm.h
 //
 // What backward cannot cheaply have again is o, kept in storage type; all else it recomputes from the inputs. Values per head are
-// as wide as keys. y, o, final_state and the gradients of activations and of the initial state are written, gradients of parameters
-// add; nothing may alias. Arithmetic in real, states too; on CUDA with bf16 storage the operands of matrix products are bf16, their
-// sums f32. A bounded gate (lower_bound >= -5) lets the diagonal sub-blocks be factored; else they are done pair by pair. CUDA has
-// heads of up to 128 and up to 4 taps. Repeatable.
+// as wide as keys. y, o, final_state and the gradients of activations and of the initial state are written (of slices, the states
+// that a document leaves or enters: others are left alone), gradients of parameters add; nothing may alias. Arithmetic in real,
+// states too; on CUDA with bf16 storage the operands of matrix products are bf16, their sums f32. A bounded gate (lower_bound >=
+// -5) lets the diagonal sub-blocks be factored; else they are done pair by pair. CUDA has heads of up to 128 and up to 4 taps.
+// Repeatable.
 //
-// A sequence cut into slices over ranks (Documents::Piece): the convolutions need the k - 1 rows before a slice (history), the delta
-// rule the state that enters it. What a slice makes of that state is affine, S' = M S + N, and so is the adjoint, dS = M^T dS' + G:
+// A sequence cut into slices over ranks (Documents::Piece): the convolutions need the k - 1 rows before a slice (history), the
+// delta rule the state that enters it. What a slice makes of that state is affine, S' = M S + N, and so is the adjoint, dS = M^T
+// dS' + G:
 //   KdaAttentionMap           N, the state that leaves from zero, beside M; both zero where nothing leaves, M where nothing that
 //                             leaves has entered
 //   KdaAttentionMapBackward   G, the gradient of the state that enters by this slice's outputs, beside M^T; likewise
@@ -110,7 +112,7 @@ struct KdaAttentionMap {
   Tensor map;                               // (states, N, H, 2 H) real, [N | M] a row
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   Work work(const Context&) const {
-    return {.kind = WorkKind::kda, .dtype = x.q_in.dtype, .flops = 2 * x.flops(), .bytes = x.bytes()};
+    return {.kind = WorkKind::kda, .dtype = x.q_in.dtype, .flops = 2 * x.flops(), .bytes = x.bytes(), .turns = x.turns()};
   }
   void check_shapes() const;
   void take_scratch(Context& ctx) const;
@@ -123,8 +125,12 @@ struct KdaAttentionMapBackward {
   Tensor map;                               // (states, N, H, 2 H) real, [G | M^T] a row
   static constexpr bool dry_on_cpu = true;  // ops/context.h
   Work work(const Context&) const {
-    return {
-        .kind = WorkKind::kda, .backward = true, .dtype = dy.dtype, .flops = 2 * x.flops(), .bytes = x.bytes() + bytes_of(dy, o)};
+    return {.kind = WorkKind::kda,
+            .backward = true,
+            .dtype = dy.dtype,
+            .flops = 2 * x.flops(),
+            .bytes = x.bytes() + bytes_of(dy, o),
+            .turns = x.turns()};
   }
   void check_shapes() const;
   void take_scratch(Context& ctx) const;

@@ -109,7 +109,7 @@ class Places {
       if (ctx_.device() == Device::cuda) {
         cuda::Event written;
         written.record(ctx_.stream);
-        control_.wait_until([&] { return written.reached(); });
+        (a_.data ? *a_.data : control_).wait_until([&] { return written.reached(); });
       }
     if (!ctx_.dry()) copy_to_host(ctx_.device(), here.data(), there.data, there.bytes());
   }

@@ -29,6 +29,7 @@ struct LimitExperts {
   bool reroute;
   ConstTensor chosen;  // (T, K) i32, by ops/router
   Tensor experts;      // (T, K) i32, written
+  Communicator* data = nullptr;  // the group where tensors lie: what fails there ends a wait for the device; absent: control
 };
 struct Limited {
   std::int64_t rerouted = 0, dropped = 0;  // slots of all ranks

@@ -54,9 +54,9 @@ class ExpertExchange {
   // One rank: its own rows in expert order are what its experts get. offsets (E+1) i64 on the device: nothing comes to the host.
   static ExchangePlan stay(Tensor offsets, std::int64_t rows);
 
-  // With more ranks than one. Collective, the same order everywhere: of each part, in their order, begin_out, finish_out, begin_back,
-  // where parts may overlap; then finish_back.
-  // rows (sent, D) sorted by expert; arrived (received, D) is room for them on their way. None may be touched before the end.
+  // With more ranks than one. Collective, the same order everywhere: of each part, in their order, begin_out, finish_out,
+  // begin_back once or more, where parts may overlap; then finish_back. rows (sent, D) sorted by expert; arrived (received, D) is
+  // room for them on their way. None may be touched before the end.
   void begin_out(const ExchangePlan& plan, const ExchangePart& part, ConstTensor rows, Tensor arrived);
   // received: the part's rows, in expert order.
   void finish_out(ops::Context& ctx, const ExchangePart& part, ConstTensor arrived, Tensor received);

@@ -70,6 +70,7 @@ class Nccl final : public Communicator {
       ncclCommDestroy(comm_);
   }
   std::unique_ptr<Communicator> subgroup(std::span<const int> members, Lane lane, const char* name) override {
+    check(lane != Lane::control, "nccl: control messages are of host memory");
     return make(host_->subgroup(members, lane, name), queue_, lane);
   }
   static std::unique_ptr<Communicator> make(std::unique_ptr<Communicator> host, std::shared_ptr<Queue> queue, Lane lane) {

@@ -79,6 +79,7 @@ class ShardedParams {
     bool write;  // the caller must write all of it instead of adding: it is the first of this step
   };
   FirstGradient first_gradient(int tensor);
+  bool in_host(int tensor) const { return units_[std::size_t(unit_of(tensor))].in_host; }
   bool holds(int tensor) const;          // gathered now
 
   // --- what this rank stores and updates

@@ -45,7 +45,7 @@ void find_sight(Context& ctx, const Documents& documents, const AttentionSight& 
 // Fills lse (N, columns) with log2 of a row's sum, and delta (N, columns) with o.do; the columns past T so that they weigh nothing.
 void row_statistics(Context& ctx, const AttentionBackward& a, Tensor lse, Tensor delta);
 
-// dk_extra = the sum of parts (groups, T, He) in their order.
+// dk_extra = the sum of parts (groups, keys, He) in their order.
 void sum_extra_parts(Context& ctx, ConstTensor parts, Tensor dk_extra);
 
 // The tensor cores' own kernels, for bf16 heads of widths that they take.

@@ -13,7 +13,7 @@ constexpr int kRowsKeyBytes = 3 * kRowBoxBytes, kRowsValueBytes = 2 * kRowBoxByt
 constexpr int kGroup = 128, kThreads = 3 * kGroup;  // a warpgroup; one brings, two multiply, 64 of the block's rows each
 constexpr int kWarps = 2 * kGroup / kWarp;          // that multiply
 
-// Tensors (T, heads, width) as the copy engine sees them: boxes of 64 rows of a head by 64 columns, zeros past T.
+// Tensors (T or keys, heads, width) as the copy engine sees them: boxes of 64 rows of a head by 64 columns, zeros past the last row.
 struct Maps {
   CUtensorMap q, kv, k_extra, dout;
 };
