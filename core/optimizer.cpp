@@ -13,7 +13,6 @@ namespace {
 
 constexpr std::size_t kRooms = 3;
 constexpr std::int64_t kAlignment = 256;  // bytes, of each tensor in a room
-constexpr std::int64_t kTogether = kAlignment / 2;  // elements that are cut nowhere: of the narrowest type they are aligned
 
 std::int64_t aligned(std::int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -145,10 +144,14 @@ void Optimizer::update_in_slices(ops::Context& ctx, ops::AdamW step, const std::
     while (shard < shards.size()) {
       ops::AdamWShard part = shards[shard];
       const auto tensors = away(part);
-      std::int64_t element = 0;
-      for (const Away& t : tensors) element += size_of(t.tensor->dtype);
-      const std::int64_t left = part.master.count() - done,
-                         n = element == 0 ? left : std::min(left, (room - stage.used) / element / kTogether * kTogether);
+      const std::int64_t left = part.master.count() - done;
+      std::int64_t element = 0, all = 0, narrowest = kAlignment;
+      for (const Away& t : tensors) {
+        const std::int64_t size = size_of(t.tensor->dtype);
+        element += size, all += aligned(left * size), narrowest = std::min(narrowest, size);
+      }
+      const std::int64_t kept_together = kAlignment / narrowest, free = room - stage.used;  // where it is cut all stay aligned
+      const std::int64_t n = all <= free ? left : free / element / kept_together * kept_together;
       if (n == 0 && left > 0) break;
       for (Tensor* t : {&part.master, &part.exp_avg, &part.exp_avg_sq, &part.weight})
         if (t->present()) *t = t->rows(done, done + n);

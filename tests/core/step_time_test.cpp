@@ -195,7 +195,8 @@ TEST_CASE("optimizer state in host memory passes its link both ways, in slices t
   CHECK(near(make_plan(c, &m).time->host, 2 * state));
 }
 
-TEST_CASE("experts in host memory come for each pass, and cost nothing where other layers take as long", "[core]") {
+TEST_CASE("experts in host memory come for each pass and pass through the update, and cost nothing where other layers take as long",
+          "[core]") {
   Machine m = machine_of(1 / kNever);
   m.host_bytes_per_s = 1;
   Config c = test::tiny_linear_config();
@@ -203,7 +204,7 @@ TEST_CASE("experts in host memory come for each pass, and cost nothing where oth
   c.memory.offload.experts = true;
   const Plan plan = make_plan(c, &m);
   const double experts = 4.0 * double(plan.parameters.routed_experts);
-  CHECK(near(plan.time->host, 2 * experts));
+  CHECK(near(plan.time->host, 4 * experts));  // twice for the passes, and for the update, whose one slice comes and then leaves
   m = machine_of(1);
   m.host_bytes_per_s = 1e9;
   CHECK(make_plan(c, &m).time->host < 1e-6 * make_plan(c, &m).time->total());
