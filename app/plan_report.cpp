@@ -95,7 +95,7 @@ void print_time(const core::StepTime& time, double tokens, double flops, int ran
     if (s > 1e-9) print_line(name, {ms(s), "", share(s)});
   };
   other("slowed by messages", time.slowed);
-  other("waits: kernel launches", time.queueing);
+  other("waits: launches", time.queueing);
   for (const auto& [purpose, name] : kWaits) {
     std::string words = std::string("waits: ") + name;
     std::replace(words.begin(), words.end(), '_', ' ');

@@ -146,8 +146,9 @@ MicroBatch Trainer::upload(const io::Batch& b, std::int64_t first_sequence) {
   m.sequences = b.sequences;
   place(b, first_sequence, m);
   if (tensor_) m.share = share_of(m);
+  const bool for_cuda = memory_.device() == Device::cuda || (ctx_.dry() && ctx_.plans_for == Device::cuda);
   for (MicroBatch* part : {&m, m.share.get()}) {
-    if (!part || memory_.device() != Device::cuda) continue;
+    if (!part || !for_cuda) continue;
     ops::Documents& d = part->documents;
     d.on_device = put(DType::i64, {d.count() + 1}, d.starts.data());
     if (!d.whole()) d.pieces_on_device = put(DType::i64, {d.count(), 4}, d.pieces.data());

@@ -5,6 +5,7 @@
 
 #include "core/lora.h"
 #include "core/together.h"
+#include "ops/blas_room.h"
 #include "ops/random.h"
 #include "ops/random_normal.h"
 
@@ -44,6 +45,9 @@ Trainer::Trainer(const Config& config, std::unique_ptr<parallel::Communicator> w
 void Trainer::allocate(bool poison) {
   blas_ = ops::make_blas(memory_);
   ctx_.blas = blas_.get();
+  if (ctx_.dry() && ctx_.plans_for == Device::cuda)
+    for (const std::int64_t bytes : {ops::kBlasWorkspaceBytes, ops::kBlasCounterBytes})
+      planned_blas_.emplace_back(memory_, Category::workspace, bytes);
   choose_trained(config_, table_);
   layout_ = make_layout(config_, table_, mesh_);
   params_ = std::make_unique<parallel::ShardedParams>(

@@ -94,6 +94,7 @@ class Trainer {
   Memory memory_, host_memory_;
   Stack scratch_, kept_;
   ops::OwnedBlas blas_;
+  std::vector<Buffer> planned_blas_;  // what it would take, in a dry run for a GPU
   ops::Context ctx_;
   ParamTable table_;
   Model model_;

@@ -7,12 +7,11 @@
 #include <type_traits>
 
 #include "memory/cuda_check.h"
+#include "ops/blas_room.h"
 #include "ops/cuda/product.h"
 
 namespace moetrain::ops::cuda {
 namespace {
-
-constexpr std::int64_t kWorkspaceBytes = std::int64_t(32) << 20;  // cuBLAS's own advice for Hopper
 
 void blas_ok(cublasStatus_t status, std::source_location where = std::source_location::current()) {
   if (status == CUBLAS_STATUS_SUCCESS) [[likely]]
@@ -75,8 +74,7 @@ void run_plain(Context& ctx, const Gemm& g) {
 }  // namespace
 
 Blas::Blas(Memory& memory)
-    : workspace_(memory, Category::workspace, kWorkspaceBytes),
-      counters_(memory, Category::workspace, 2 * std::int64_t(sizeof(std::uint32_t))) {
+    : workspace_(memory, Category::workspace, kBlasWorkspaceBytes), counters_(memory, Category::workspace, kBlasCounterBytes) {
   blas_ok(cublasLtCreate(&handle_));
   fill(memory.device(), counters_.data(), 0, counters_.bytes());
   int device = 0;
