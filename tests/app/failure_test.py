@@ -223,7 +223,7 @@ class Ranks(Failures):
 
     def test_a_pool_too_small_ends_with_3_and_says_who_holds_what(self):
         job = self.job(2)
-        for limit, asked in ((20, "weights"), (400, "activations")):  # KiB
+        for limit, asked in ((20, "weights"), (400, "gradients")):  # KiB
             self.refused(job, "--set", f"memory.device_limit={limit}KiB", code=3,
                          says=[f"out of host memory: ", f" asked for {asked} of a pool of {limit}.00 KiB; held: ", "memory.device_limit"])
 
