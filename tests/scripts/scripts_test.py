@@ -178,12 +178,14 @@ class Presets(InAFolder):
         text = 'a: "x;y" # [1, 2] \\n ${no}\n'
         self.write("models/kimi-k3.1.yaml", text)
         self.write("models/kimi-k3.yaml", "b: 1\n")
+        self.write("machines/m.1.yaml", "c: 2\n")
         out = self.root / "presets.cpp"
-        subprocess.run(["cmake", "-D", f"FOLDER={self.root / 'models'}", "-D", f"OUTPUT={out}", "-P", str(ROOT / "core/embed_presets.cmake")], check=True)
+        subprocess.run(["cmake", "-D", f"FOLDER={self.root}", "-D", f"OUTPUT={out}", "-P", str(ROOT / "core/embed_presets.cmake")], check=True)
         source = out.read_text()
-        self.assertIn("kPresets{{", source)
-        self.assertIn("std::array<Preset, 2>", source)
-        self.assertIn(f'{{"kimi-k3.1", R"yaml({text})yaml"}}', source)
+        models, machines = source.split("kMachines[] = {")
+        self.assertIn(f'{{"kimi-k3.1", R"yaml({text})yaml"}}', models)
+        self.assertIn('{"kimi-k3", R"yaml(b: 1\n)yaml"}', models)
+        self.assertIn('{"m.1", R"yaml(c: 2\n)yaml"}', machines)
 
 
 if __name__ == "__main__":
